@@ -1,0 +1,79 @@
+"""Builds megatron-dcp: the planner (pybind11, no torch) and, where torch is installed, its ops.
+
+`megatron_dcp._planner` is always built. `megatron_dcp._C` (the torch ops) is built only when torch
+can be imported by the building interpreter (`pip install --no-build-isolation .`); without it the
+package still plans, simulates and reports. CUDA objects are added when nvcc is found.
+
+Environment (build only, never behaviour): MAX_JOBS, MDCP_BUILD_OPS=0|1, MDCP_BUILD_CUDA=0|1,
+TORCH_CUDA_ARCH_LIST.
+"""
+
+from __future__ import annotations
+
+import sys
+from glob import glob
+from pathlib import Path
+
+from setuptools import Extension, find_packages, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent
+sys.path.insert(0, str(ROOT))
+
+# The planner promises equal bytes on every machine: no fused multiply-add, no -march.
+PLANNER_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
+
+
+def planner_extension() -> Extension:
+    import pybind11
+
+    return Extension(
+        "megatron_dcp._planner",
+        sources=sorted(glob("csrc/planner/*.cc")),
+        depends=sorted(glob("csrc/planner/*.h")),
+        include_dirs=[pybind11.get_include(), "csrc"],
+        extra_compile_args=PLANNER_FLAGS,
+        language="c++",
+    )
+
+
+extensions = [planner_extension()] if glob("csrc/planner/*.cc") else []
+
+setup(
+    name="megatron-dcp",
+    description="Data-Centric Parallel: sequence lengths decide, every step, how a batch is run",
+    long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=find_packages(include=["megatron_dcp", "megatron_dcp.*"]),
+    package_data={"megatron_dcp": ["py.typed", "*.pyi", "*/presets/*.json"]},
+    install_requires=[
+        "numpy>=1.26",
+        "msgspec>=0.18",
+        "PyYAML>=6",
+        "dacite>=1.8",
+        "tyro>=0.9",
+        "rich>=13",
+        "matplotlib>=3.8",
+        "plotly>=5.20",
+        "highspy>=1.7",
+    ],
+    extras_require={
+        "torch": ["torch>=2.10"],
+        # Kept as names of their own so that they may leave the base set one day.
+        "cli": ["tyro>=0.9", "rich>=13"],
+        "report": ["matplotlib>=3.8", "plotly>=5.20"],
+        "megatron": ["torch>=2.10", "megatron-core>=0.16"],
+        "deepspeed": ["torch>=2.10", "deepspeed>=0.19"],
+        "hf": ["torch>=2.10", "transformers>=5", "accelerate>=1.10"],
+        "verify": ["hypothesis>=6", "ortools>=9.10"],
+        "dev": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis>=6", "ruff", "mypy",
+                "import-linter"],
+    },
+    entry_points={"console_scripts": ["mdcp = megatron_dcp.cli.main:main"]},
+    ext_modules=extensions,
+    cmdclass={"build_ext": build_ext},
+    zip_safe=False,
+)
