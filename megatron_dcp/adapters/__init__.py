@@ -1,0 +1,1 @@
+"""Trainers: each adapter imports its own trainer and knows no other adapter."""

@@ -1,0 +1,1 @@
+"""The `mdcp` command: one module per subcommand, imported only when it is asked for."""

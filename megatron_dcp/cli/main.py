@@ -1,0 +1,68 @@
+"""Entry point of `mdcp`: finds the subcommand and turns errors into exit codes.
+
+Exit status: 0 done, 1 failed, 2 bad usage. Progress and errors go to stderr; stdout carries the
+result only. A subcommand module has `main(argv: list[str]) -> int` and is imported lazily, so that
+`mdcp plan` never pays for torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module, util
+
+from megatron_dcp import __version__
+from megatron_dcp.errors import ConfigError, MdcpError
+
+# name -> what the help line says; the module is megatron_dcp.cli.<name>
+COMMANDS = {
+    "plan": "plan one global batch: table, JSON, figure",
+    "simulate": "compare strategies over many steps on a cluster that you describe",
+    "profile": "fit a cost profile on this device (under torchrun)",
+    "train": "the reference trainer on real variable-length data (under torchrun)",
+    "bench": "planner | attention | end-to-end: side-by-side tables",
+    "report": "one HTML page, figures and a Perfetto trace from a run directory",
+    "doctor": "what is installed, what is usable, and why not",
+    "launch": "run an unmodified trainer script with DCP switched on",
+    "patch": "apply | revert | check the source patches on a Megatron-LM checkout",
+}
+
+
+def available() -> dict[str, str]:
+    """Subcommands whose module is part of this installation."""
+    found = {}
+    for name, text in COMMANDS.items():
+        if util.find_spec(f"megatron_dcp.cli.{name}") is not None:
+            found[name] = text
+    return found
+
+
+def usage() -> str:
+    lines = [f"mdcp {__version__}: Data-Centric Parallel", "", "usage: mdcp COMMAND [options]", ""]
+    lines += [f"  {name:<9} {text}" for name, text in available().items()]
+    return "\n".join([*lines, "", "mdcp COMMAND --help lists the options of a command"])
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args and args[0] in ("--version", "-V"):
+        print(__version__)
+        return 0
+    if args and args[0] in ("--help", "-h"):
+        print(usage())
+        return 0
+    if not args or args[0] not in available():
+        found = f"unknown command {args[0]!r}" if args else "no command given"
+        print(f"mdcp: {found}\n\n{usage()}", file=sys.stderr)
+        return 2
+    module = import_module(f"megatron_dcp.cli.{args[0]}")
+    try:
+        return int(module.main(args[1:]))
+    except ConfigError as error:
+        print(f"mdcp {args[0]}: {error}", file=sys.stderr)
+        return 2
+    except MdcpError as error:
+        print(f"mdcp {args[0]}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"mdcp {args[0]}: interrupted", file=sys.stderr)
+        return 130

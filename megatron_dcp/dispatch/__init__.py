@@ -1,0 +1,1 @@
+"""Who holds what: routing, exchange, packing, prefetch."""

@@ -1,0 +1,40 @@
+"""Exceptions of megatron-dcp.
+
+Every message says what was asked, what was found and what to do. `assert` is kept for our own bugs;
+whatever a user, a file or a trainer can cause is one of these.
+"""
+
+from __future__ import annotations
+
+
+class MdcpError(Exception):
+    """Base class of every error that megatron-dcp raises on purpose."""
+
+
+class ConfigError(MdcpError):
+    """An option, a file or a profile is not usable (bad usage: the command exits with 2)."""
+
+
+class PlanError(MdcpError):
+    """A plan cannot be made, read or run.
+
+    `invariant` names the broken invariant of DESIGN.md section 3 (or None when no plan exists);
+    `witness` is the smallest part of the plan that shows it.
+    """
+
+    def __init__(
+        self, message: str, *, invariant: str | None = None, witness: object = None
+    ) -> None:
+        self.invariant = invariant
+        self.witness = witness
+        if invariant is not None:
+            message = f"{invariant}: {message}"
+        super().__init__(message)
+
+
+class AdapterError(MdcpError):
+    """A trainer cannot be driven: names the trainer, its version and what was looked for."""
+
+
+class AgreementError(MdcpError):
+    """Ranks disagree about the step (digest, lengths or profile); raised before any collective."""

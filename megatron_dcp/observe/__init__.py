@@ -1,0 +1,1 @@
+"""Events, JSONL, traces, figures, reports and metric sinks. No torch."""

@@ -1,0 +1,1 @@
+"""Variable-length attention, lse merge, relayout: schema, fake, autograd, reference."""

@@ -1,0 +1,26 @@
+"""Planning: strategies in one registry, the C++ core, its Python oracle, the lower bound."""
+
+from __future__ import annotations
+
+from megatron_dcp.plan import StepPlan
+from megatron_dcp.planner.registry import (
+    Draft,
+    PlanRequest,
+    build_plan,
+    find_strategy,
+    register,
+    strategy_names,
+)
+
+__all__ = ["Draft", "PlanRequest", "StepPlan", "make_plan", "register", "strategy_names"]
+
+
+def make_plan(request: PlanRequest, strategy: str = "dcp") -> StepPlan:
+    """Plan one step with a registered strategy; the result has passed every invariant.
+
+    Raises ConfigError for an unknown strategy or parameter, PlanError when a sample cannot fit.
+    """
+    from megatron_dcp.planner.core import lower_bound_us
+
+    function, parameter = find_strategy(strategy)
+    return build_plan(request, strategy, function, lower_bound_us, parameter)

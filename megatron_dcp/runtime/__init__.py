@@ -1,0 +1,1 @@
+"""Engine, accumulation, recompute, loss, profiler."""

@@ -1,0 +1,1 @@
+"""Attention over the current placement: one file per scheme, one registry."""

@@ -1,0 +1,1 @@
+"""Discrete-event replay of plans on a described cluster, and comparison of strategies. No torch."""

@@ -1,0 +1,1 @@
+"""Reference attention, multi-process helpers, hypothesis strategies, tiny models."""
