@@ -29,8 +29,7 @@ mdcp_packages() {
 mdcp_find_python() {
   local candidate
   for candidate in "${MDCP_PYTHON:-}" python3.11 python3.12 python3.13 python3.10 python3; do
-    [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 || continue
-    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2])'; then
+    if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2])'; then
       command -v "$candidate"
       return
     fi

@@ -6,6 +6,7 @@
 #   bash scripts/test.sh tests/unit   pytest arguments are passed on (checks are skipped)
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+# shellcheck source=scripts/env.sh
 . "$(dirname "$0")/env.sh"
 mdcp_env base test
 cd "$MDCP_ROOT"
