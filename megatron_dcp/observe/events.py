@@ -1,0 +1,65 @@
+"""Events: what each rank measured, as JSON lines; one file per rank, `events-rank<R>.jsonl`.
+
+An event is one object with integer times in us on a clock that all ranks of one host share
+(`time.monotonic_ns`):
+
+    {"rank", "step", "kind", "start_us", "end_us"} and, where they apply,
+    {"slot", "first_rank", "degree", "scheme", "recompute", "tokens", "strategy", "bytes"}
+
+Kinds: `step` (the whole step of a rank), `placement` (forward + backward of a microbatch), `comm`
+(a collective, nested in its placement), `wait` (waiting for the ranks of a block or of the step),
+`reduce` (gradient reduction), `optimizer`, `plan` (planning), `data` (reading and exchange).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from megatron_dcp.errors import ConfigError
+
+KINDS = ("step", "placement", "comm", "wait", "reduce", "optimizer", "plan", "data")
+Event = Mapping[str, Any]
+
+
+class EventWriter:
+    """Appends events of one rank to `<run>/events-rank<R>.jsonl`; one line per event."""
+
+    def __init__(self, run: Path, rank: int) -> None:
+        run.mkdir(parents=True, exist_ok=True)
+        self.path = run / f"events-rank{rank}.jsonl"
+        self._file: TextIO = self.path.open("w", encoding="utf-8")
+
+    def write(self, events: Iterable[Event], **extra: Any) -> None:
+        """Write events; `extra` keys (e.g. strategy) are added to each."""
+        for event in events:
+            self._file.write(json.dumps({**event, **extra}, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_events(run: str | Path) -> list[dict[str, Any]]:
+    """All events of a run directory, ordered by rank and then as written."""
+    return [event for path in _event_files(Path(run)) for event in _read_lines(path)]
+
+
+def _event_files(run: Path) -> list[Path]:
+    files = sorted(run.glob("events-rank*.jsonl"), key=lambda p: int(p.stem.rpartition("rank")[2]))
+    if not files:
+        raise ConfigError(f"no events-rank*.jsonl in {run}: is it a directory that a run wrote?")
+    return files
+
+
+def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            event = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number}: not a JSON event: {error}") from error
+        if not isinstance(event, dict) or event.get("kind") not in KINDS:
+            raise ConfigError(f"{path}:{number}: not an event of kind {', '.join(KINDS)}")
+        yield event
