@@ -68,7 +68,8 @@ class Topology:
         """1..M inside a node, or whole nodes up to N."""
         if 1 <= degree <= self.ranks_per_node:
             return True
-        return degree <= self.data_ranks and degree % self.ranks_per_node == 0
+        m = self.ranks_per_node
+        return m < degree <= self.data_ranks and degree % m == 0
 
     def degrees(self) -> list[int]:
         """Every degree that the topology allows, ascending."""
