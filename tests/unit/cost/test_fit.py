@@ -42,7 +42,7 @@ def test_outliers_move_the_fit_little():
 
 
 def test_leave_one_out_sees_the_point_that_the_model_cannot_explain():
-    a = points(n=12)
+    a = points(n=24)
     b = a @ np.array([3.1, 2.4e-3, 900.0])
     b[5] *= 1.5
     errors = leave_one_out(a, b)
