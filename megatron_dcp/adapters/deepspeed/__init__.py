@@ -1,0 +1,1 @@
+"""DeepSpeed: ZeRO engines under a per-step plan."""

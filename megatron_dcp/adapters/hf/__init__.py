@@ -1,0 +1,1 @@
+"""Hugging Face: Transformers, TRL and Accelerate under a per-step plan."""
