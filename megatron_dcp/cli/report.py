@@ -1,0 +1,39 @@
+"""`mdcp report RUN_DIR`: one HTML page, PNG figures and a Perfetto trace of a finished run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """Show where the time of a finished run went. Needs no network and no torch."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """Directory that `mdcp train` wrote (summary.json, plans/, events-rank*.jsonl)."""
+    out: Path | None = None
+    """Folder for the report; default RUN_DIR/report."""
+    json: bool = False
+    """Print the written paths as one JSON object."""
+
+
+def main(argv: list[str]) -> int:
+    from megatron_dcp.observe.report import write_report
+    from megatron_dcp.observe.run_dir import read_run
+
+    options = tyro.cli(ReportOptions, args=argv, prog="mdcp report")
+    run = read_run(options.run)
+    print(f"{len(run.steps)} steps of {', '.join(run.strategies)}", file=sys.stderr)
+    written = write_report(run, options.out or options.run / "report")
+    if options.json:
+        print(json.dumps({"schema": "mdcp.report/1", "files": [str(p) for p in written]}))
+    else:
+        for path in written:
+            print(path)
+    return 0

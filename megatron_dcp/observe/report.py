@@ -1,0 +1,241 @@
+"""The report of a run: one self-contained page, PNG figures, and a Perfetto trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_dcp.observe import figures, png
+from megatron_dcp.observe.html import Page
+from megatron_dcp.observe.lanes import MAX_RANKS, measured_bars, planned_bars, side_by_side
+from megatron_dcp.observe.run_dir import (
+    MeasuredStep,
+    Run,
+    idle_by_rank,
+    placement_times,
+    planning_us,
+)
+from megatron_dcp.observe.timeline import draw_step
+from megatron_dcp.observe.trace import write_trace
+from megatron_dcp.plan.groups import communicators
+
+Series = dict[str, list[tuple[float, float]]]
+
+
+def write_report(run: Run, out: Path) -> list[Path]:
+    """Write report.html, PNGs and trace.json.gz into `out`; returns their paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    what = str(run.summary.get("what", ""))
+    page = Page(f"Run report: {run.path.name}", what or "measured run of megatron-dcp")
+    _summary(page, run)
+    _progress(page, run)
+    _data(page, run)
+    written = _timelines(page, run, out)
+    _idle(page, run)
+    written += _prediction(page, run, out)
+    _planner(page, run)
+    _resources(page, run)
+    _facts(page, run)
+    written.append(write_trace(run, out / "trace.json.gz"))
+    return [page.write(out / "report.html"), *written]
+
+
+def _spread(value: Mapping[str, float], digits: int) -> str:
+    return f"{value['mean']:,.{digits}f} ± {value['std']:,.{digits}f}"
+
+
+def _summary(page: Page, run: Run) -> None:
+    page.section("Strategies", "Mean and standard deviation; shares are of rank-time.")
+    rows = []
+    for name, s in run.summary["strategies"].items():
+        loss = s.get("loss") or []
+        rows.append((
+            name,
+            _spread(s["tokens_per_s"], 0),
+            _spread(s["step_s"], 3),
+            f"{s['idle']:.1%}",
+            f"{s['comm']:.1%}",
+            f"{s['prediction_error']:.1%}",
+            f"{loss[-1]:.5f}" if loss else "-",
+        ))  # fmt: skip
+    page.table(
+        ("strategy", "tokens/s", "step (s)", "idle", "comm", "prediction error", "last loss"), rows
+    )
+
+
+def _by_strategy(run: Run) -> dict[str, list[MeasuredStep]]:
+    found = {s: run.steps_of(s) for s in dict.fromkeys(x.strategy for x in run.steps)}
+    return {name: steps for name, steps in found.items() if steps}
+
+
+def _progress(page: Page, run: Run) -> None:
+    page.section("Progress")
+    rate: Series = {}
+    for name, steps in _by_strategy(run).items():
+        rate[name] = [(float(k), s.shares.tokens / s.shares.step_s) for k, s in enumerate(steps)]
+    if rate:
+        page.figure(
+            figures.lines(rate, "Throughput", "step of the strategy, in order of time", "tokens/s")
+        )
+    loss: Series = {
+        name: [(float(k), float(v)) for k, v in enumerate(s.get("loss") or [])]
+        for name, s in run.summary["strategies"].items()
+    }
+    if any(loss.values()):
+        x = "step of the strategy, in order of time"
+        page.figure(figures.lines(loss, "Loss", x, "loss", from_zero=False))
+    else:
+        page.text("The run recorded no loss.")
+
+
+def _plans(steps: Sequence[MeasuredStep]) -> dict[int, MeasuredStep]:
+    """One measured step per planned step."""
+    return {s.step: s for s in steps if s.plan is not None}
+
+
+def _data(page: Page, run: Run) -> None:
+    page.section("Data", "Lengths of the steps whose plans were kept.")
+    done = False
+    for name, steps in _by_strategy(run).items():
+        plans = [s.plan for s in _plans(steps).values() if s.plan is not None]
+        if not plans:
+            continue
+        if not done:
+            lengths = [n for p in plans for n in p.lengths]
+            page.figure(figures.length_histogram(lengths, "Sample lengths"))
+            done = True
+        pairs = [(p.lengths[i], x.degree) for p in plans for x in p.placements for i in x.samples]
+        page.figure(figures.degrees_by_length(pairs, f"Degree by sample length: {name}"))
+    if not done:
+        page.note("No plan file is in this run directory (plans/*.json).")
+
+
+def _chosen(steps: Sequence[MeasuredStep]) -> list[tuple[str, MeasuredStep]]:
+    """The median and the slowest step among those with a plan."""
+    planned = sorted((s for s in steps if s.plan is not None), key=lambda s: s.shares.step_s)
+    if not planned:
+        return []
+    out = [("median", planned[len(planned) // 2])]
+    if planned[-1] is not out[0][1]:
+        out.append(("slowest", planned[-1]))
+    return out
+
+
+def _timelines(page: Page, run: Run, out: Path) -> list[Path]:
+    text = "Per rank the planned lane above the measured one; thin black bars are communication."
+    page.section("Steps, planned and measured", text)
+    written = []
+    for name, steps in _by_strategy(run).items():
+        for which, step in _chosen(steps):
+            plan = step.plan
+            assert plan is not None
+            title = f"{name}, step {step.step} ({which}): planned {plan.makespan_us / 1e3:,.1f} ms,"
+            title += f" measured {step.shares.step_s * 1e3:,.1f} ms"
+            bars = side_by_side(planned_bars(plan), measured_bars(plan, step.events))
+            page.figure(figures.gantt(bars, title))
+            if plan.topology.data_ranks > MAX_RANKS:
+                page.text(f"{MAX_RANKS} of {plan.topology.data_ranks} ranks are drawn.")
+            if which == "median":
+                file = out / f"timeline_{name.replace(':', '-')}.png"
+                written.append(draw_step(plan, list(step.events), file, title))
+    return written
+
+
+def _idle(page: Page, run: Run) -> None:
+    page.section("Idle time", "Share of each step in which a rank waited or had nothing to do.")
+    for name, steps in _by_strategy(run).items():
+        columns = [idle_by_rank(s) for s in steps]
+        rows = [[100 * c[r] for c in columns] for r in range(len(columns[0]))]
+        page.figure(
+            figures.heatmap(rows, f"Idle share: {name}", "step, in order of time", "rank", "%")
+        )
+
+
+def _prediction(page: Page, run: Run, out: Path) -> list[Path]:
+    page.section("Prediction", "Each point is one placement or one step, predicted by the plan.")
+    placements: Series = {}
+    steps_: Series = {}
+    for name, steps in _by_strategy(run).items():
+        points = [p for s in steps for p in placement_times(s)]
+        placements[name] = [(a / 1e3, b / 1e3) for a, b in points if a > 0 and b > 0]
+        steps_[name] = [
+            (s.plan.makespan_us / 1e3, s.shares.step_s * 1e3) for s in steps if s.plan is not None
+        ]
+    if not any(placements.values()):
+        page.note("No placement could be matched: plans or placement events are missing.")
+        return []
+    page.figure(figures.prediction_scatter(placements, "Time of each placement"))
+    page.figure(figures.prediction_scatter(steps_, "Time of each step"))
+    page.table(
+        ("strategy", "placements", "median error", "90 % below"),
+        [
+            (name, len(points), *(f"{x:.1%}" for x in error_quantiles(points)))
+            for name, points in placements.items()
+            if points
+        ],
+    )
+    return [png.scatter(placements, out / "prediction.png", "Predicted and measured placements")]
+
+
+def error_quantiles(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Median and 90 % quantile of |predicted / measured - 1|."""
+    errors = sorted(abs(a / b - 1.0) for a, b in points)
+    return errors[len(errors) // 2], errors[min(len(errors) - 1, int(0.9 * len(errors)))]
+
+
+def _planner(page: Page, run: Run) -> None:
+    page.section("Planner", "Planning time of rank 0; hidden time runs while a step computes.")
+    rows = []
+    for name, steps in _by_strategy(run).items():
+        pairs = [planning_us(s) for s in steps]
+        own = [s.plan.info.get("planner_us") for s in steps if s.plan is not None]
+        known = [float(x) for x in own if x is not None]
+        rows.append((
+            name,
+            f"{sum(known) / len(known) / 1e3:.2f}" if known else "-",
+            f"{sum(p[0] for p in pairs) / len(pairs) / 1e3:.2f}",
+            f"{sum(p[1] for p in pairs) / len(pairs) / 1e3:.2f}",
+        ))  # fmt: skip
+    page.table(
+        ("strategy", "planner ms (in the plan)", "outside the step ms", "inside the step ms"), rows
+    )
+
+
+def _resources(page: Page, run: Run) -> None:
+    page.section("Communicators and memory")
+    rows = []
+    for name, steps in _by_strategy(run).items():
+        groups = {
+            g for s in _plans(steps).values() if s.plan is not None for g in communicators(s.plan)
+        }
+        predicted = [p.bytes for s in steps if s.plan is not None for p in s.plan.placements]
+        seen = [int(e["bytes"]) for s in steps for e in s.events if e.get("bytes")]
+        budget = {s.plan.budget_bytes for s in steps if s.plan is not None}
+        rows.append((
+            name,
+            len(groups),
+            f"{max(predicted) / 1e6:,.1f}" if predicted else "-",
+            f"{max(seen) / 1e6:,.1f}" if seen else "not recorded",
+            f"{max(budget) / 1e6:,.1f}" if budget else "-",
+        ))  # fmt: skip
+    page.table(
+        ("strategy", "groups besides the world", "predicted peak MB", "measured peak MB",
+         "budget MB"),
+        rows,
+    )  # fmt: skip
+
+
+def _facts(page: Page, run: Run) -> None:
+    page.section("Configuration")
+    facts: dict[str, Any] = dict(run.summary.get("config") or {})
+    for key in ("versions", "hardware", "commit", "command"):
+        if key in run.summary:
+            facts[key] = run.summary[key]
+    page.facts({k: _flat(v) for k, v in facts.items()})
+
+
+def _flat(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    return str(value)

@@ -1,0 +1,143 @@
+"""Reading a run directory: summary, plans, and events grouped into measured steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dcp.errors import ConfigError
+from megatron_dcp.observe.events import Event, read_events
+from megatron_dcp.observe.shares import Shares, step_shares
+from megatron_dcp.observe.summary import load_summary
+from megatron_dcp.plan import StepPlan, load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredStep:
+    """One run of one step of one strategy: its plan (None where none was kept) and its events."""
+
+    strategy: str
+    step: int
+    occurrence: int
+    plan: StepPlan | None
+    events: tuple[Event, ...]
+
+    @property
+    def shares(self) -> Shares:
+        return step_shares(self.events)[self.step]
+
+    @property
+    def start_us(self) -> int:
+        return int(min(e["start_us"] for e in self.events if e["kind"] == "step"))
+
+    def of(self, kind: str) -> list[Event]:
+        return [e for e in self.events if e["kind"] == kind]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Everything that a run directory holds. steps: in order of time."""
+
+    path: Path
+    summary: dict[str, Any]
+    steps: tuple[MeasuredStep, ...]
+
+    @property
+    def strategies(self) -> list[str]:
+        return list(self.summary["strategies"])
+
+    def steps_of(self, strategy: str) -> list[MeasuredStep]:
+        return [s for s in self.steps if s.strategy == strategy]
+
+
+def read_run(path: str | Path) -> Run:
+    """Read a run directory. Raises ConfigError (no run there), PlanError (a damaged plan)."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a directory; pass the run directory of `mdcp train`")
+    summary = load_summary(folder)
+    plans: dict[tuple[str, int], StepPlan] = {}
+    for file in sorted((folder / "plans").glob("**/*.json")):
+        plan = load(file)
+        plans[plan.strategy, plan.step] = plan
+    names = list(summary["strategies"])
+    default = names[0] if len(names) == 1 else "run"
+    grouped = _occurrences(read_events(folder), default)
+    steps = [
+        MeasuredStep(
+            strategy=strategy, step=step, occurrence=occurrence,
+            plan=plans.get((strategy, step)), events=tuple(events),
+        )
+        for (strategy, step, occurrence), events in grouped.items()
+        if any(e["kind"] == "step" for e in events)
+    ]  # fmt: skip
+    return Run(path=folder, summary=summary, steps=tuple(sorted(steps, key=lambda s: s.start_us)))
+
+
+def _occurrences(events: Sequence[Event], default: str) -> dict[tuple[str, int, int], list[Event]]:
+    """Events by (strategy, step, occurrence). Interleaved repeats run the same step again: an
+    explicit `repeat` says so, else each rank's k-th `step` event opens its k-th occurrence."""
+    out: dict[tuple[str, int, int], list[Event]] = {}
+    by_rank: dict[tuple[str, int, int], list[Event]] = {}
+    for e in events:
+        strategy = str(e.get("strategy", default))
+        if "repeat" in e:
+            out.setdefault((strategy, int(e["step"]), int(e["repeat"])), []).append(e)
+        else:
+            by_rank.setdefault((strategy, int(e["step"]), int(e["rank"])), []).append(e)
+    for (strategy, step, _), group in by_rank.items():
+        ends = sorted(e["end_us"] for e in group if e["kind"] == "step")
+        for e in group:
+            k = sum(end < e["end_us"] for end in ends)
+            out.setdefault((strategy, step, min(k, max(0, len(ends) - 1))), []).append(e)
+    return out
+
+
+def placement_times(step: MeasuredStep) -> list[tuple[float, float]]:
+    """(predicted, measured) us of each placement: measured from the last rank's start to the last
+    end, so that waiting for a late rank does not count."""
+    if step.plan is None:
+        return []
+    measured: dict[tuple[int, int], list[Event]] = {}
+    for e in step.of("placement"):
+        measured.setdefault((e["slot"], e["first_rank"]), []).append(e)
+    out = []
+    for p in step.plan.placements:
+        seen = measured.get((p.slot, p.first_rank))
+        if seen:
+            took = max(e["end_us"] for e in seen) - max(e["start_us"] for e in seen)
+            out.append((float(p.time_us), float(took)))
+    return out
+
+
+def planning_us(step: MeasuredStep) -> tuple[float, float]:
+    """(hidden, exposed) planning time of rank 0: exposed is what lies inside its step."""
+    inside = [e for e in step.of("step") if e["rank"] == 0]
+    hidden = exposed = 0.0
+    for e in step.of("plan"):
+        if e["rank"] != 0:
+            continue
+        covered = sum(
+            max(0, min(e["end_us"], s["end_us"]) - max(e["start_us"], s["start_us"]))
+            for s in inside
+        )
+        exposed += covered
+        hidden += e["end_us"] - e["start_us"] - covered
+    return hidden, exposed
+
+
+def idle_by_rank(step: MeasuredStep) -> list[float]:
+    """Share of the step in which each rank waited or had not begun or was already done."""
+    steps = {int(e["rank"]): e for e in step.of("step")}
+    start = min(e["start_us"] for e in steps.values())
+    end = max(e["end_us"] for e in steps.values())
+    waited = dict.fromkeys(steps, 0)
+    for e in step.of("wait"):
+        waited[int(e["rank"])] += e["end_us"] - e["start_us"]
+    span = max(1, end - start)
+    return [
+        (waited[r] + (e["start_us"] - start) + (end - e["end_us"])) / span
+        for r, e in sorted(steps.items())
+    ]

@@ -1,0 +1,117 @@
+"""Report, trace and figures from a run directory."""
+
+import gzip
+import html.parser
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from megatron_dcp.cli.main import main
+from megatron_dcp.errors import ConfigError
+from megatron_dcp.observe.report import error_quantiles
+from megatron_dcp.observe.run_dir import idle_by_rank, placement_times, planning_us, read_run
+from megatron_dcp.observe.trace import trace_events
+
+
+def test_reads_steps_in_order_and_tells_repeats_apart(run_dir):
+    run = read_run(run_dir)
+    assert run.strategies == ["packed:2", "dcp"]
+    assert len(run.steps) == 2 * 2 * 3
+    assert [s.step for s in run.steps_of("dcp")] == [0, 1, 2, 0, 1, 2]
+    assert [s.occurrence for s in run.steps_of("dcp")] == [0, 0, 0, 1, 1, 1]
+    assert all(s.plan is not None and s.plan.strategy == s.strategy for s in run.steps)
+    assert all(len(s.of("step")) == 4 for s in run.steps)
+
+
+def test_measured_placements_are_matched_with_their_plan(run_dir):
+    for step in read_run(run_dir).steps:
+        pairs = placement_times(step)
+        assert len(pairs) == len(step.plan.placements)
+        assert all(0.8 < predicted / measured < 1.25 for predicted, measured in pairs)
+        assert planning_us(step) == (90, 10)
+        assert all(0 <= share < 1 for share in idle_by_rank(step))
+
+
+def test_error_quantiles():
+    points = [(100.0, 100.0), (110.0, 100.0), (80.0, 100.0)]
+    assert error_quantiles(points) == pytest.approx((0.1, 0.2))
+
+
+def test_trace_events_nest_on_every_track(run_dir):
+    events = trace_events(read_run(run_dir))
+    tracks = {}
+    for e in events:
+        if e["ph"] == "X":
+            assert e["ts"] >= 0
+            assert e["dur"] >= 0
+            tracks.setdefault((e["pid"], e["tid"]), []).append(e)
+    assert set(tracks) >= {(r, t) for r in range(4) for t in (0, 1)}
+    for group in tracks.values():
+        open_ends = []
+        for e in sorted(group, key=lambda e: (e["ts"], -e["dur"])):
+            while open_ends and open_ends[-1] <= e["ts"]:
+                open_ends.pop()
+            assert not open_ends or e["ts"] + e["dur"] <= open_ends[-1]
+            open_ends.append(e["ts"] + e["dur"])
+    names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names == {"planned", "measured", "communication"}
+
+
+class _Resources(html.parser.HTMLParser):
+    """Collects every address that the page's own tags would load."""
+
+    def __init__(self):
+        super().__init__()
+        self.loaded = []
+
+    def handle_starttag(self, tag, attrs):
+        self.loaded += [v for k, v in attrs if k in ("src", "href") and tag != "a"]
+
+
+def test_report_is_one_page_that_loads_nothing(run_dir, capsys):
+    assert main(["report", str(run_dir), "--json"]) == 0
+    files = json.loads(capsys.readouterr().out)["files"]
+    page = (run_dir / "report" / "report.html").read_text()
+    parser = _Resources()
+    parser.feed(page)
+    assert parser.loaded == []
+    for title in ("Strategies", "Progress", "Data", "Idle time", "Prediction", "Planner",
+                  "Communicators and memory", "Configuration"):  # fmt: skip
+        assert f"<h2>{title}</h2>" in page
+    pngs = [f for f in files if f.endswith(".png")]
+    assert len(pngs) == 3
+    for file in pngs:
+        with open(file, "rb") as f:
+            body = f.read()
+        assert body[:4] == b"\x89PNG"
+        assert len(body) < 300_000
+    trace = json.loads(gzip.decompress((run_dir / "report" / "trace.json.gz").read_bytes()))
+    assert trace["traceEvents"]
+
+
+@pytest.mark.skipif(
+    shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)"
+)
+def test_report_draws_every_figure_in_a_browser(run_dir, tmp_path):
+    assert main(["report", str(run_dir)]) == 0
+    page = run_dir / "report" / "report.html"
+    done = subprocess.run(
+        ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=8000",
+         f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    wanted = page.read_text().count("<div class=figure>")
+    assert wanted > 8
+    assert done.stdout.count('class="main-svg"') >= wanted
+    assert "Time of each placement" in done.stdout
+    assert "Uncaught" not in done.stderr
+
+
+def test_wrong_directories_are_refused(tmp_path, run_dir, capsys):
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "not a directory" in capsys.readouterr().err
+    (run_dir / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"mdcp\.run/1"):
+        read_run(run_dir)
