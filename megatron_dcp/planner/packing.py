@@ -1,4 +1,4 @@
-"""Degrees, blocks, LPT and first-fit decreasing: what strategies with a fixed degree share.
+"""Degrees, blocks, LPT, first-fit decreasing, best degree: what fixed-degree strategies share.
 
 Everything is deterministic: larger first, ties by id, and the lower block on equal loads.
 """
@@ -6,12 +6,17 @@ Everything is deterministic: larger first, ties by id, and the lower block on eq
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from megatron_dcp.errors import ConfigError
-from megatron_dcp.plan import Topology
+from megatron_dcp.plan import Placement, Topology
 from megatron_dcp.plan.types import NOMINAL_SPEED
-from megatron_dcp.planner.pricing import Pricer, Share
+from megatron_dcp.planner.pricing import Pricer, Share, place_slots, replayed_us
+from megatron_dcp.planner.registry import Draft, PlanRequest
+
+Slots = list[list[Share]]
 
 
 def degree_ladder(topology: Topology) -> list[int]:
@@ -156,17 +161,50 @@ def first_fit_decreasing(
     return fit.bins
 
 
+def balanced_packs(
+    lengths: Sequence[int], weights: Sequence[int], samples: Iterable[int], count: int, cap: int
+) -> list[list[int]] | None:
+    """At most `count` packs of at most `cap` tokens, near equal in weight; None: no room for one.
+
+    Samples in falling length, each into the pack of least weight if it has room, else into the one
+    with the fewest tokens.
+    """
+    weight = np.zeros(count, dtype=np.int64)
+    tokens = np.zeros(count, dtype=np.int64)
+    packs: list[list[int]] = [[] for _ in range(count)]
+    for i in sorted(samples, key=lambda i: (-lengths[i], i)):
+        k = int(np.argmin(weight))
+        if tokens[k] + lengths[i] > cap:
+            k = int(np.argmin(tokens))
+            if tokens[k] + lengths[i] > cap:
+                return None
+        packs[k].append(i)
+        weight[k] += weights[i]
+        tokens[k] += lengths[i]
+    return [p for p in packs if p]
+
+
+def deal_by_tokens(pricer: Pricer, degree: int, packs: Sequence[Sequence[int]]) -> Slots:
+    """Packs, most tokens first, each to the block with the fewest tokens so far."""
+    lengths, topology = pricer.request.workload.lengths, pricer.topology
+    blocks = blocks_of(topology, degree)
+    tokens = [sum(lengths[i] for i in samples) for samples in packs]
+    bins = lpt(tokens, [topology.block_speed(b, degree) for b in blocks])
+    per_block = [(b, [packs[k] for k in held]) for b, held in zip(blocks, bins, strict=True)]
+    return stack_blocks(pricer, degree, per_block)
+
+
 def stack_blocks(
     pricer: Pricer, degree: int, per_block: Sequence[tuple[int, Sequence[Sequence[int]]]]
-) -> list[list[Share]]:
+) -> Slots:
     """Slots from the packs of each block (first_rank, packs): the k-th longest pack in slot k.
 
     Longest first lines up long packs of different blocks, which is what lockstep slots want; async
     does not care about the order inside a block.
     """
-    slots: list[list[Share]] = []
+    slots: Slots = []
     for first_rank, packs in per_block:
-        order = sorted(packs, key=lambda p: (-_time(pricer, p, degree), min(p)))
+        order = sorted(packs, key=lambda p: (-pricer.share_time_us(p, degree), min(p)))
         for k, samples in enumerate(order):
             if k == len(slots):
                 slots.append([])
@@ -174,6 +212,71 @@ def stack_blocks(
     return slots
 
 
-def _time(pricer: Pricer, samples: Sequence[int], degree: int) -> int:
-    price = pricer.price(pricer.pack_of(samples), degree)
-    return 0 if price is None else price.time_us
+def deal(pricer: Pricer, degree: int, packs: Sequence[Sequence[int]]) -> Slots:
+    """Packs, longest time first, dealt to the blocks slot by slot: equal slots for lockstep."""
+    blocks = blocks_of(pricer.topology, degree)
+    ordered = sorted(packs, key=lambda p: (-pricer.share_time_us(p, degree), min(p)))
+    return [
+        [
+            Share(block, degree, tuple(samples))
+            for block, samples in zip(blocks, ordered[k : k + len(blocks)], strict=False)
+        ]
+        for k in range(0, len(ordered), len(blocks))
+    ]
+
+
+def sample_weights(pricer: Pricer, degree: int) -> list[int]:
+    """Predicted time of each sample alone on a degree, without the overhead, us.
+
+    A pack pays the overhead once, so a sample's share of it is no weight of its own.
+    """
+    weights = []
+    for i in range(len(pricer.packs)):
+        price = pricer.sample_price(i, degree)
+        if price is None:
+            raise pricer.cannot_fit(i, [degree], f"on {degree} ranks")
+        weights.append(price.time_us - pricer.overhead_us)
+    return weights
+
+
+def best_of(
+    request: PlanRequest, drafts: Iterable[tuple[str, Sequence[Placement]]]
+) -> tuple[str, Sequence[Placement]]:
+    """The draft with the smallest makespan by replay; the first of equals."""
+    best: tuple[int, str, Sequence[Placement]] | None = None
+    for name, placements in drafts:
+        span = replayed_us(request, placements)
+        if best is None or span < best[0]:
+            best = (span, name, placements)
+    assert best is not None
+    return best[1], best[2]
+
+
+def best_degree(
+    request: PlanRequest,
+    strategy: str,
+    parameter: str | None,
+    candidates: Callable[[Pricer, int], Iterable[Slots]],
+) -> Draft:
+    """Every candidate of the degree after the colon, else of every degree of the ladder.
+
+    Keeps the smallest makespan; ties go to the smaller degree. Raises PlanError when the longest
+    sample fits none of them.
+    """
+    pricer = Pricer(request)
+    if parameter is not None:
+        degrees = [fixed_degree(pricer, strategy, parameter)]
+    else:
+        ladder, longest = degree_ladder(request.topology), pricer.longest()
+        degrees = [d for d in ladder if pricer.sample_price(longest, d) is not None]
+        if not degrees:
+            raise pricer.cannot_fit(longest, ladder, f"on every degree of {strategy}")
+    name, placements = best_of(
+        request,
+        (
+            (f"{strategy} degree {degree}", place_slots(pricer, slots))
+            for degree in degrees
+            for slots in candidates(pricer, degree)
+        ),
+    )
+    return Draft(placements=placements, algorithm=name)

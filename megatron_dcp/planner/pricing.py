@@ -133,6 +133,18 @@ class Pricer:
                 best = Price(mode, recompute, time_us, needed)
         return best
 
+    def price_from(self, pack: Pack, degree: int, recompute: int) -> Price | None:
+        """The pricing rule, but with at least this many recomputed layers."""
+        price = self.price(pack, degree)
+        if price is None or price.recompute >= recompute:
+            return price
+        return self.price_at(pack, degree, recompute)
+
+    def share_time_us(self, samples: Iterable[int], degree: int, least_recompute: int = 0) -> int:
+        """Predicted time of samples that run together; 0 when they do not fit the degree."""
+        price = self.price_from(self.pack_of(samples), degree, least_recompute)
+        return 0 if price is None else price.time_us
+
     def on_block(self, pack: Pack, price: Price, first_rank: int, degree: int) -> int:
         """Time of a priced pack on a block: its slowest rank sets the pace."""
         speed = self.topology.block_speed(first_rank, degree)
@@ -180,11 +192,15 @@ class Pricer:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Samples that run together on one block: a placement that has no slot and no price yet."""
+    """Samples that run together on one block: a placement that has no slot and no price yet.
+
+    least_recompute: at least this many layers are recomputed, even where fewer would fit.
+    """
 
     first_rank: int
     degree: int
     samples: tuple[int, ...]
+    least_recompute: int = 0
 
 
 def place_slots(pricer: Pricer, slots: Sequence[Sequence[Share]]) -> list[Placement]:
@@ -200,7 +216,7 @@ def place_slots(pricer: Pricer, slots: Sequence[Sequence[Share]]) -> list[Placem
     for number, shares in enumerate([s for s in slots if s]):
         packs = [pricer.pack_of(s.samples) for s in shares]
         prices = [
-            _required(pricer, s, pricer.price(k, s.degree))
+            _required(pricer, s, pricer.price_from(k, s.degree, s.least_recompute))
             for s, k in zip(shares, packs, strict=True)
         ]
         if uniform:

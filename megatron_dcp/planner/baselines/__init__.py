@@ -15,6 +15,10 @@ from megatron_dcp.planner.registry import Draft, PlanRequest, Strategy, register
 BASELINES: dict[str, tuple[str, str, str | None]] = {
     "packed": ("packed", "packed", "the degree of every pack"),
     "static": ("static", "static", "the degree; without it the best one"),
+    "bucket": ("bucket", "bucket", "the degree, or `longest`"),
+    "megatron": ("megatron", "megatron", "the most tokens per rank"),
+    "kk": ("kk", "kk", "the degree; without it the best one"),
+    "wlb": ("wlb", "wlb", "the degree; without it the best one"),
 }
 
 

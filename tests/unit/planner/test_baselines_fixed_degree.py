@@ -9,8 +9,9 @@ import pytest
 from megatron_dcp.cost import resolve
 from megatron_dcp.errors import ConfigError, PlanError
 from megatron_dcp.plan import StepPlan, Topology, Workload
-from megatron_dcp.planner import PlanRequest, strategy_names
-from megatron_dcp.planner.packing import FirstFit, blocks_of, degree_ladder, lpt
+from megatron_dcp.planner import PlanRequest
+from megatron_dcp.planner.baselines.kk import karmarkar_karp
+from megatron_dcp.planner.packing import FirstFit, balanced_packs, blocks_of, degree_ladder, lpt
 from megatron_dcp.planner.pricing import Pricer
 from megatron_dcp.planner.registry import build_plan, find_strategy
 
@@ -64,13 +65,59 @@ def test_static_in_lockstep_fills_slots() -> None:
     assert plan.makespan_us == sum(by_time)
 
 
+def held_samples(plan: StepPlan) -> dict[int, list[tuple[int, ...]]]:
+    return {r: [p.samples for p in plan.of_rank(r)] for r in range(plan.topology.data_ranks)}
+
+
 def test_packed_by_hand() -> None:
-    """Cap 6400 tokens: packs {5000}, {4000, 2000}, {3000} on two ranks, balanced by tokens."""
-    plan = run(request([4000, 5000, 3000, 2000], 2), "packed:1")
-    held = {r: [p.samples for p in plan.of_rank(r)] for r in (0, 1)}
-    assert held == {0: [(0, 3)], 1: [(1,), (2,)]}
+    """Cap 6400 tokens on two ranks."""
+    # First fit: {6000}, {4000, 2000}: two full packs, one per rank.
+    plan = run(request([4000, 6000, 2000], 2), "packed:1")
+    assert held_samples(plan) == {0: [(1,)], 1: [(0, 2)]}
     assert all(p.recompute == 0 and p.scheme == "local" for p in plan.placements)
-    assert plan.makespan_us == plan.placements[1].time_us + plan.placements[2].time_us
+    assert plan.makespan_us == max(p.time_us for p in plan.placements)
+    # First fit: {5000}, {4000, 2000}, {3000}: three packs do not divide, four even ones do.
+    plan = run(request([4000, 5000, 3000, 2000], 2), "packed:1")
+    assert held_samples(plan) == {0: [(1,), (3,)], 1: [(0,), (2,)]}
+
+
+def test_bucket_by_hand() -> None:
+    """Octaves (2048, 4096] and (512, 1024]: no batch mixes them; at most 6400 tokens a batch."""
+    plan = run(request([4000, 1000, 3000, 900, 800], 1), "bucket:1")
+    assert sorted(p.samples for p in plan.placements) == [(0,), (1, 3, 4), (2,)]
+    assert run(request([4000, 60_000], 8), "bucket").placements[0].degree == 8
+    assert run(request([4000, 9000], 8), "bucket:longest").placements[0].degree == 2
+
+
+def test_karmarkar_karp_by_hand() -> None:
+    """The textbook example 8, 7, 6, 5, 4 differences to {8, 6}, {7, 5, 4}: sums 14 and 16."""
+    parts = karmarkar_karp([8, 7, 6, 5, 4], 2)
+    assert sorted(map(sorted, parts)) == [[0, 2], [1, 3, 4]]
+    # Three sets of 1..6: 6+1, 5+2, 4+3 (all 7).
+    parts = karmarkar_karp([1, 2, 3, 4, 5, 6], 3)
+    assert [sum(i + 1 for i in p) for p in parts] == [7, 7, 7]
+    assert karmarkar_karp([3], 2) == [[0], []]
+
+
+def test_karmarkar_karp_partitions() -> None:
+    weights = [(i * 7919) % 1000 + 1 for i in range(200)]
+    for parts in (1, 3, 8, 300):
+        sets = karmarkar_karp(weights, parts)
+        assert len(sets) == parts
+        assert sorted(i for s in sets for i in s) == list(range(200))
+    sums = [sum(weights[i] for i in s) for s in karmarkar_karp(weights, 8)]
+    assert max(sums) - min(sums) <= 2  # LPT leaves more; differencing is that good here
+
+
+def test_wlb_by_hand() -> None:
+    """Work, not tokens, is balanced: three short ones weigh less than the long one."""
+    plan = run(request([6000, 2000, 2000, 2000], 2), "wlb:1")
+    assert held_samples(plan)[0] == [(0,)]
+    assert held_samples(plan)[1] == [(1, 2, 3)]
+    # Cap 6400: the least work has no room for 1500, the fewest tokens have.
+    packs = balanced_packs([6000, 3000, 2900, 1500], [9, 20, 19, 1], range(4), 2, 8000)
+    assert packs == [[0, 3], [1, 2]]
+    assert balanced_packs([6000, 6000, 6000], [1, 1, 1], range(3), 2, 8000) is None
 
 
 @pytest.mark.parametrize(
@@ -191,7 +238,3 @@ def test_pricing_takes_the_fastest_scheme_and_the_least_recompute() -> None:
             assert price is not None
             assert (price.time_us, price.mode, price.recompute) == (time_us, mode, least)
             assert price.bytes == cost.bytes(pack, degree, mode, least)
-
-
-def test_every_baseline_is_registered() -> None:
-    assert {"packed", "static"} <= set(strategy_names())
