@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_dcp.plan import StepPlan
 from megatron_dcp.planner import baselines as _baselines  # noqa: F401  (registers them)
+from megatron_dcp.planner import dcp as _dcp  # noqa: F401
 from megatron_dcp.planner.registry import (
     Draft,
     PlanRequest,

@@ -1,0 +1,160 @@
+#include "planner/finish.h"
+
+#include <algorithm>
+
+namespace mdcp {
+
+namespace {
+
+using Packs = std::vector<std::vector<int>>;
+
+// Prices packs on one block; the total time, or -1 when one does not fit.
+i64 price_all(const Table& table, const Block& block, const Packs& packs,
+              std::vector<Placement>* out) {
+  i64 total = 0;
+  out->clear();
+  for (const std::vector<int>& samples : packs) {
+    Placement p;
+    if (!price(table, block.first, block.degree, -1, samples, &p)) return -1;
+    total += p.time_us;
+    out->push_back(std::move(p));
+  }
+  return total;
+}
+
+// Longest first, each into the pack with the fewest tokens.
+Packs spread(const Table& table, const std::vector<int>& order, size_t count) {
+  Packs packs(count);
+  std::vector<i64> tokens(count, 0);
+  for (int j : order) {
+    const size_t k = size_t(std::min_element(tokens.begin(), tokens.end()) - tokens.begin());
+    tokens[k] += table.request().samples[j].tokens;
+    packs[k].push_back(j);
+  }
+  return packs;
+}
+
+Packs first_fit(const Table& table, const std::vector<int>& order, i64 cap) {
+  Packs packs;
+  std::vector<i64> tokens;
+  for (int j : order) {
+    const i64 t = table.request().samples[j].tokens;
+    size_t k = 0;
+    while (k < packs.size() && tokens[k] + t > cap) ++k;
+    if (k == packs.size()) {
+      packs.emplace_back();
+      tokens.push_back(0);
+    }
+    packs[k].push_back(j);
+    tokens[k] += t;
+  }
+  return packs;
+}
+}  // namespace
+
+Pack sum(const Request& request, const std::vector<int>& samples) {
+  Pack total;
+  for (int j : samples) total.add(request.samples[j]);
+  return total;
+}
+
+bool price(const Table& table, int first, int degree, int exact, const std::vector<int>& samples,
+           Placement* out) {
+  const Pack pack = sum(table.request(), samples);
+  int mode = 0, r = 0;
+  i64 time = table.best_mode(pack, degree, exact, &mode, &r);
+  if (time < 0) return false;
+  const Mode how = table.modes(degree)[mode];
+  const int speed = block_speed(table.request(), first, degree);
+  if (speed != kNominalSpeed) time = table.cost().time_us(pack, degree, how, r, speed);
+  const i64 bytes = table.cost().bytes(pack.tokens, degree, how, r);
+  *out = {0, first, degree, r, how, time, bytes, samples};
+  std::sort(out->samples.begin(), out->samples.end());
+  return true;
+}
+
+int block_speed(const Request& request, int first, int degree) {
+  if (request.speed.empty()) return kNominalSpeed;
+  return *std::min_element(request.speed.begin() + first, request.speed.begin() + first + degree);
+}
+
+void pack_block(const Table& table, const Block& block, std::vector<Placement>* out) {
+  const std::vector<Pack>& samples = table.request().samples;
+  const int d = block.degree;
+  std::vector<int> order = block.samples;
+  std::sort(order.begin(), order.end(), [&](int a, int b) {
+    return samples[a].tokens != samples[b].tokens ? samples[a].tokens > samples[b].tokens : a < b;
+  });
+  i64 cap = 0;
+  for (int m = 0; m < int(table.modes(d).size()); ++m) cap = std::max(cap, table.cap(d, m, 0));
+  std::vector<Placement> best, other;
+  i64 total = price_all(table, block, first_fit(table, order, cap), &best);
+  while (best.size() > 1 && table.request().recompute) {
+    const i64 t = price_all(table, block, spread(table, order, best.size() - 1), &other);
+    if (t < 0 || t >= total) break;
+    total = t;
+    best.swap(other);
+  }
+  for (Placement& p : best) out->push_back(std::move(p));
+}
+
+i64 replay(const Request& request, const std::vector<Placement>& placements) {
+  std::vector<i64> free(request.ranks, 0);
+  const int domain = request.lockstep;
+  i64 largest = 0;
+  int slot = -1;
+  for (const Placement& p : placements) {
+    if (domain > 1 && p.slot != slot) {
+      for (int f = 0; f < request.ranks; f += domain) {
+        const i64 latest = *std::max_element(free.begin() + f, free.begin() + f + domain);
+        std::fill(free.begin() + f, free.begin() + f + domain, latest);
+      }
+      slot = p.slot;
+    }
+    const auto begin = free.begin() + p.first, end = begin + p.degree;
+    const i64 done = *std::max_element(begin, end) + p.time_us;
+    std::fill(begin, end, done);
+    largest = std::max(largest, p.time_us);
+  }
+  i64 end = 0;
+  for (i64 f : free) end = std::max(end, f);
+  return end + (request.stages - 1) * largest;
+}
+
+void close_plan(const Table& table, Plan* plan) {
+  const Request& q = table.request();
+  std::vector<Placement>& all = plan->placements;
+  if (q.lockstep == q.ranks && q.ranks > 1) {
+    std::vector<int> most;
+    for (const Placement& p : all) {
+      if (p.slot >= int(most.size())) most.resize(p.slot + 1, 0);
+      most[p.slot] = std::max(most[p.slot], p.recompute);
+    }
+    for (Placement& p : all) {
+      const int slot = p.slot;
+      if (p.recompute != most[slot])
+        price(table, p.first, p.degree, most[slot], std::vector<int>(p.samples), &p);
+      p.slot = slot;
+    }
+  }
+  std::sort(all.begin(), all.end(), [](const Placement& a, const Placement& b) {
+    if (a.slot != b.slot) return a.slot < b.slot;
+    return a.first != b.first ? a.first < b.first : a.degree > b.degree;
+  });
+  plan->makespan_us = replay(q, all);
+}
+
+Plan finish(const Table& table, const std::vector<Block>& blocks) {
+  Plan plan;
+  for (const Block& b : blocks) pack_block(table, b, &plan.placements);
+  std::vector<int> next(table.request().ranks, 0);
+  for (Placement& p : plan.placements) {
+    const auto begin = next.begin() + p.first, end = begin + p.degree;
+    p.slot = *std::max_element(begin, end);
+    std::fill(begin, end, p.slot + 1);
+  }
+  close_plan(table, &plan);
+  return plan;
+}
+
+}  // namespace mdcp

@@ -1,0 +1,37 @@
+// From "which samples run on which block" to exact placements: packing, slots, prices, replay.
+#pragma once
+
+#include "planner/table.h"
+
+namespace mdcp {
+
+// The samples that share one block. Blocks are listed in the order in which ranks run them.
+struct Block {
+  int first = 0, degree = 1;
+  std::vector<int> samples;
+};
+
+int block_speed(const Request& request, int first, int degree);
+
+// Sums over some samples.
+Pack sum(const Request& request, const std::vector<int>& samples);
+
+// One pack as a placement (slot 0), as Table::best_mode runs it; false when it does not fit.
+bool price(const Table& table, int first, int degree, int exact, const std::vector<int>& samples,
+           Placement* out);
+
+// Packs of one block: first-fit decreasing under the memory cap; one pack fewer, with recompute,
+// where that is faster. Appends placements with slot 0.
+void pack_block(const Table& table, const Block& block, std::vector<Placement>* out);
+
+// Packs every block, gives each placement the first slot in which its ranks are free, sorts and
+// replays. The plan's bound and name are the caller's.
+Plan finish(const Table& table, const std::vector<Block>& blocks);
+
+// ZeRO-3: one recompute value per slot, the largest of it; then sorts by (slot, first, -degree) and
+// replays.
+void close_plan(const Table& table, Plan* plan);
+
+i64 replay(const Request& request, const std::vector<Placement>& placements);
+
+}  // namespace mdcp

@@ -1,0 +1,221 @@
+#include "planner/table.h"
+
+#include <algorithm>
+
+namespace mdcp {
+
+namespace {
+
+constexpr double kLargest = 4e18;  // times and pair counts stay inside 64 bits
+
+bool is_power(int x) { return x > 0 && (x & (x - 1)) == 0; }
+
+// Guards prunes against the last bit of a product taken in another order.
+constexpr double kSlack = 1.0 - 1e-9;
+constexpr i64 kUnset = -2;
+
+}  // namespace
+
+Table::Table(const Request& request) : request_(request), cost_(request) {
+  const int n = request.ranks, m = request.per_node;
+  for (int d = 1; d <= m; ++d) degrees_.push_back(d);
+  for (int d = 2 * m; d <= n; d += m) degrees_.push_back(d);
+  for (int d : degrees_) {
+    power_.push_back(d <= m ? is_power(d) || d == m : is_power(d / m) || d == n);
+    modes_.push_back(cost_.modes(d));
+    cap_none_.emplace_back(modes_.back().size(), kUnset);
+    cap_all_.emplace_back(modes_.back().size(), kUnset);
+  }
+  const i64 probe = i64(1) << 20;
+  suffix_.assign(degrees_.size(), 0.0);
+  double least = std::numeric_limits<double>::infinity();
+  for (int i = int(degrees_.size()) - 1; i >= 0; --i) {
+    for (Mode mode : modes_[i])
+      least = std::min(least, degrees_[i] * cost_.unhidden_us(probe, degrees_[i], mode) / probe);
+    suffix_[i] = least * kSlack;
+  }
+  const Profile& p = cost_.profile();
+  net_ = double(request.budget) - p.static_bytes;
+  bound_overhead_ = cost_.overhead() >= 0.5 ? cost_.overhead() - 0.5 : 0.0;
+  const int layers = cost_.layers();
+  for (int r = 0; r <= layers; ++r) {
+    const double share = net_ > 0.0 ? cost_.bytes_per_token(r) / net_ : 0.0;
+    double linear = p.linear_us * (1.0 + p.linear_half * share) / cost_.stages();
+    linear = linear * (1.0 + p.again_linear * (double(r) / layers));
+    memory_share_.push_back(share);
+    per_token_.push_back(linear + bound_overhead_ * share);
+    if (r > 0 && per_token_[r] < per_token_[r - 1]) monotone_ = false;
+  }
+  least_per_token_ = *std::min_element(per_token_.begin(), per_token_.end());
+}
+
+int Table::index(int degree) const {
+  const int m = request_.per_node;
+  return degree <= m ? degree - 1 : m + degree / m - 2;
+}
+
+bool Table::legal(int degree) const {
+  if (degree < 1 || degree > request_.ranks) return false;
+  return degree <= request_.per_node || degree % request_.per_node == 0;
+}
+
+double Table::floor_work(const Pack& s) const {
+  const Parts t = cost_.parts(s, 1, {Scheme::local, 1}, 0);
+  return double(s.tokens) * least_per_token_ + t.attention;
+}
+
+double Table::work(const Pack& s, int degree, Mode mode, int r) const {
+  const Profile& p = cost_.profile();
+  const double share = double(r) / cost_.layers();
+  double attention = cost_.parts(s, degree, mode, r).attention * degree;
+  double wire = cost_.unhidden_us(s.tokens, degree, mode) * degree;
+  wire = wire * (1.0 + p.again_comm * share);
+  return double(s.tokens) * per_token_[r] + attention + wire;
+}
+
+i64 Table::cap(int degree, int mode, int recompute) const {
+  const int i = index(degree), layers = cost_.layers();
+  i64* memo = recompute == 0        ? &cap_none_[i][mode]
+              : recompute == layers ? &cap_all_[i][mode]
+                                    : nullptr;
+  if (memo && *memo != kUnset) return *memo;
+  // Largest token count with bytes <= budget; bytes never fall as tokens grow.
+  const Mode how = modes_[i][mode];
+  i64 low = 0, high = i64(1) << 40;
+  if (cost_.bytes(high, degree, how, recompute) <= request_.budget) low = high;
+  while (high - low > 1) {
+    const i64 mid = low + (high - low) / 2;
+    if (cost_.bytes(mid, degree, how, recompute) <= request_.budget)
+      low = mid;
+    else
+      high = mid;
+  }
+  if (memo) *memo = low;
+  return low;
+}
+
+int Table::least_recompute(i64 tokens, int degree, int mode) const {
+  if (tokens <= cap(degree, mode, 0)) return 0;
+  const int layers = cost_.layers();
+  if (!request_.recompute || tokens > cap(degree, mode, layers)) return -1;
+  const Mode how = modes(degree)[mode];
+  int low = 0, high = layers;  // low does not fit, high does
+  while (high - low > 1) {
+    const int mid = (low + high) / 2;
+    if (cost_.bytes(tokens, degree, how, mid) <= request_.budget)
+      high = mid;
+    else
+      low = mid;
+  }
+  return high;
+}
+
+Option Table::cheapest(const Pack& s, double limit, Family family) const {
+  Option best;
+  const double floor = floor_work(s) * kSlack, tokens = double(s.tokens);
+  const Parts base = cost_.parts(s, 1, {Scheme::local, 1}, 0);
+  const double area =
+      (base.attention + cost_.profile().linear_us * tokens / cost_.stages()) * kSlack;
+  const int layers = cost_.layers();
+  for (size_t i = 0; i < degrees_.size(); ++i) {
+    const int d = degrees_[i];
+    if (floor + tokens * suffix_[i] >= best.work * kSlack) break;
+    if ((family == Family::powers && !power_[i]) || area > limit * d) continue;
+    for (int m = 0; m < int(modes_[i].size()); ++m) {
+      int r = least_recompute(s.tokens, d, m);
+      if (r < 0) continue;
+      const int last = monotone_ || !request_.recompute ? r : layers;
+      for (; r <= last; ++r) {
+        const double alone = cost_.parts(s, d, modes_[i][m], r).sum();
+        if (alone + cost_.overhead() > limit) break;
+        const double w = work(s, d, modes_[i][m], r);
+        if (w < best.work) best = {d, m, r, alone, w};
+      }
+    }
+  }
+  return best;
+}
+
+Option Table::fastest(const Pack& s) const {
+  Option best;
+  const Parts base = cost_.parts(s, 1, {Scheme::local, 1}, 0);
+  const double area =
+      (base.attention + cost_.profile().linear_us * double(s.tokens) / cost_.stages()) * kSlack;
+  for (size_t i = 0; i < degrees_.size(); ++i) {
+    const int d = degrees_[i];
+    if (best.degree && area > best.alone * d) continue;
+    for (int m = 0; m < int(modes_[i].size()); ++m) {
+      const int r = least_recompute(s.tokens, d, m);
+      if (r < 0) continue;
+      const double alone = cost_.parts(s, d, modes_[i][m], r).sum();
+      if (best.degree == 0 || alone < best.alone)
+        best = {d, m, r, alone, work(s, d, modes_[i][m], r)};
+    }
+  }
+  return best;
+}
+
+i64 Table::best_mode(const Pack& pack, int degree, int exact, int* mode, int* r) const {
+  i64 best = -1;
+  const std::vector<Mode>& all = modes(degree);
+  for (int m = 0; m < int(all.size()); ++m) {
+    int need = least_recompute(pack.tokens, degree, m);
+    if (need < 0 || (exact >= 0 && pack.tokens > cap(degree, m, exact))) continue;
+    if (exact >= 0) need = exact;
+    const i64 t = cost_.time_us(pack, degree, all[m], need, kNominalSpeed);
+    if (best < 0 || t < best) {
+      best = t;
+      *mode = m;
+      *r = need;
+    }
+  }
+  return best;
+}
+
+// Refuses batches whose pair counts or times would leave 64 bits.
+void Table::check_size() const {
+  double pairs = 0.0, us = 0.0, tokens = 0.0;
+  for (const Pack& s : request_.samples) {
+    tokens += double(s.tokens);
+    pairs += double(s.pairs) + double(s.pairs2);
+  }
+  for (const Pack& s : request_.samples)
+    us += cost_.parts(s, 1, {Scheme::local, 1}, cost_.layers()).sum() + cost_.overhead();
+  const double slowest = request_.speed.empty() ? kNominalSpeed : 1;
+  if (pairs * 2.0 < kLargest && us * 4.0 * kNominalSpeed / slowest < kLargest && us == us) return;
+  throw PlanFailure("the global batch of " + std::to_string(request_.samples.size()) +
+                    " samples is predicted to take " + std::to_string(us) +
+                    " us on one rank, which no plan can hold; check lengths and cost profile");
+}
+
+i64 Table::most_tokens() const {
+  i64 most = 0;
+  for (int r : {0, request_.recompute ? cost_.layers() : 0})
+    for (int d : degrees_)
+      for (int m = 0; m < int(modes(d).size()); ++m) most = std::max(most, cap(d, m, r));
+  return most;
+}
+
+void Table::require_feasible() const {
+  const int layers = request_.recompute ? cost_.layers() : 0;
+  const i64 most = most_tokens();
+  check_size();
+  for (size_t j = 0; j < request_.samples.size(); ++j) {
+    const i64 tokens = request_.samples[j].tokens;
+    if (tokens <= most) continue;
+    const int n = request_.ranks;
+    i64 need = -1;
+    for (Mode mode : modes(n)) {
+      const i64 b = cost_.bytes(tokens, n, mode, layers);
+      if (need < 0 || b < need) need = b;
+    }
+    throw PlanFailure(
+        "sample " + std::to_string(j) + " of " + std::to_string(tokens) + " tokens needs " +
+        std::to_string(need) + " bytes per rank on all " + std::to_string(n) + " ranks with " +
+        (request_.recompute ? "every layer recomputed" : "recompute off") + ", the budget is " +
+        std::to_string(request_.budget) +
+        "; raise the memory budget, add ranks, or drop or truncate the sample (oversize)");
+  }
+}
+
+}  // namespace mdcp

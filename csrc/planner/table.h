@@ -1,0 +1,71 @@
+// What one sample costs on every degree: least recompute that fits, time alone, amortised work.
+//
+// Invariants: degrees are every one that the topology allows, ascending; ties go to the smaller
+// degree, then the earlier scheme, then the smaller recompute. Memory limits are memoised.
+#pragma once
+
+#include <limits>
+
+#include "planner/cost.h"
+
+namespace mdcp {
+
+// One way to run a sample. degree 0: none fits.
+struct Option {
+  int degree = 0, mode = 0, recompute = 0;                // mode: index into Table::modes(degree)
+  double alone = 0.0;                                     // us, the sample alone, without overhead
+  double work = std::numeric_limits<double>::infinity();  // rank-us, amortised (bound's terms)
+};
+
+enum class Family { powers, free };
+
+class Table {
+ public:
+  explicit Table(const Request& request);
+
+  // The option of least work whose time alone plus overhead is at most `limit` us.
+  Option cheapest(const Pack& sample, double limit, Family family) const;
+  // The option of least time alone, over every legal degree.
+  Option fastest(const Pack& sample) const;
+  // Least recompute with which `tokens` fit, or -1.
+  int least_recompute(i64 tokens, int degree, int mode) const;
+  // Most tokens of one placement with `recompute` layers recomputed.
+  i64 cap(int degree, int mode, int recompute) const;
+  // Fastest mode of a whole pack on a degree: with exactly `exact` recomputed layers, or (-1) each
+  // mode with the least that fits. Returns the time in us at nominal speed, -1: it does not fit.
+  i64 best_mode(const Pack& pack, int degree, int exact, int* mode, int* r) const;
+  // Throws PlanFailure when a sample fits nowhere.
+  void require_feasible() const;
+  // Tokens of the longest sample that fits on some block.
+  i64 most_tokens() const;
+
+  const std::vector<int>& degrees() const { return degrees_; }
+  bool legal(int degree) const;
+  const std::vector<Mode>& modes(int degree) const { return modes_[index(degree)]; }
+  const Request& request() const { return request_; }
+  const Cost& cost() const { return cost_; }
+  // Rank-us that a sample needs at least, on any degree, communication aside.
+  double floor_work(const Pack& sample) const;
+  double net_budget() const { return net_; }
+  // Overhead that the bound may count: half a us less, for the rounding of each placement.
+  double bound_overhead() const { return bound_overhead_; }
+  double work(const Pack& sample, int degree, Mode mode, int recompute) const;
+
+ private:
+  void check_size() const;
+  int index(int degree) const;
+
+  const Request& request_;
+  Cost cost_;
+  std::vector<int> degrees_;
+  std::vector<bool> power_;               // degree belongs to Family::powers
+  std::vector<std::vector<Mode>> modes_;  // per degree
+  std::vector<double> suffix_;            // least wire rank-us per token from this degree on
+  std::vector<double> per_token_;         // amortised linear + overhead per token, per recompute
+  std::vector<double> memory_share_;      // bytes per token / net budget, per recompute
+  double least_per_token_ = 0.0, net_ = 0.0, bound_overhead_ = 0.0;
+  bool monotone_ = true;  // more recompute never amortises better
+  mutable std::vector<std::vector<i64>> cap_none_, cap_all_;
+};
+
+}  // namespace mdcp
