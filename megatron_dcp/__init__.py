@@ -20,6 +20,7 @@ except metadata.PackageNotFoundError:  # a source tree that was never installed
 _LAZY = {
     "initialize": "megatron_dcp.adapters.torch",
     "attention": "megatron_dcp.schemes",
+    "packed": "megatron_dcp.dist",
 }
 
 __all__ = [

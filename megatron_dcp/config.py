@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Normalize = Literal["token", "sample"]
 Oversize = Literal["error", "drop", "truncate"]
 
 
@@ -29,3 +30,23 @@ class PlannerConfig:
     lockstep: str = "auto"
     recompute: Literal["auto", "off"] = "auto"
     oversize: Oversize = "error"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """How a plan is executed.
+
+    normalize: the loss of a step is its weighted sum over tokens divided by the sum of weights
+    (`token`), or the mean over samples of each sample's token mean (`sample`).
+    max_grad_norm: clip the gradient of the global batch to this norm, None is off.
+    plan_ahead: steps planned and read in the background while one runs; 0 does it in line.
+    measure: wait for a block before each placement so that waiting and communication can be told
+    apart, and record events.
+    timeout_s: of collectives in groups made here; None takes the backend's.
+    """
+
+    normalize: Normalize = "token"
+    max_grad_norm: float | None = None
+    plan_ahead: int = 1
+    measure: bool = False
+    timeout_s: float | None = None

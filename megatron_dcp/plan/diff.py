@@ -21,6 +21,13 @@ def first_difference(a: StepPlan, b: StepPlan) -> str | None:
     return lines[0] if lines else None
 
 
+def first_object_difference(a: Any, b: Any) -> str | None:
+    """The first differing field of two plan objects (plain JSON types), or None."""
+    lines: list[str] = []
+    _walk("", a, b, lines, 1)
+    return lines[0] if lines else None
+
+
 def _walk(path: str, a: Any, b: Any, lines: list[str], limit: int) -> None:
     if len(lines) >= limit or a == b:
         return

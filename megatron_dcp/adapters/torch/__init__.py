@@ -1,0 +1,106 @@
+"""Plain PyTorch loops: a bare module, DistributedDataParallel or FSDP2 (`fully_shard`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from megatron_dcp.config import Normalize, Oversize, PlannerConfig, RuntimeConfig
+from megatron_dcp.cost import CostProfile, resolve
+from megatron_dcp.dist import DataWorld
+from megatron_dcp.errors import ConfigError
+from megatron_dcp.runtime import Engine
+from megatron_dcp.runtime.backend import detect
+from megatron_dcp.runtime.prepare import PlanFn
+
+__all__ = ["initialize"]
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    cost: str | CostProfile = "auto",
+    memory: str | float = "auto",
+    strategy: str = "dcp",
+    backend: str | None = None,
+    scheduler: Any = None,
+    plan_fn: PlanFn | None = None,
+    lockstep: str | int = "auto",
+    ranks_per_node: int | None = None,
+    normalize: Normalize = "token",
+    max_grad_norm: float | None = None,
+    recompute: Literal["auto", "off"] = "auto",
+    oversize: Oversize = "error",
+    measure: bool = False,
+    plan_ahead: int = 1,
+    timeout_s: float | None = None,
+    planes: Sequence[Sequence[int]] | None = None,
+    world: DataWorld | None = None,
+) -> Engine:
+    """An engine for a model. Collective: every rank calls it alike.
+
+    model: a module, or one wrapped in DistributedDataParallel or by `fully_shard`; its attention
+    calls `mdcp.attention`. optimizer, scheduler: stepped once per `step.finish()`; without an
+    optimizer gradients are left in place. cost: a profile, a preset's name or a profile file.
+    backend: how the wrapper is driven, default as found (see
+    runtime.backend). memory: `auto` takes the profile's budget, a number is GB (1e9 bytes) per
+    rank. plan_fn: makes
+    the plan of a PlanRequest instead of `strategy`. lockstep: `auto` takes what the wrapper needs.
+    ranks_per_node: default the launcher's LOCAL_WORLD_SIZE, else all ranks. planes: global ranks of
+    each DP x CP plane where TP or PP is in use. The rest: see RuntimeConfig and PlannerConfig.
+    """
+    descriptor = detect(model, name=backend)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    world = world or DataWorld(planes=planes, device=device, timeout_s=timeout_s)
+    if not descriptor.reduces:
+        world.broadcast_([x.data for x in (*model.parameters(), *model.buffers())])
+    planner = PlannerConfig(
+        strategy=strategy,
+        cost=cost if isinstance(cost, str) else cost.name,
+        memory_gb=_gigabytes(memory),
+        lockstep=str(lockstep),
+        recompute=recompute,
+        oversize=oversize,
+    )
+    runtime = RuntimeConfig(
+        normalize=normalize,
+        max_grad_norm=max_grad_norm,
+        plan_ahead=plan_ahead,
+        measure=measure,
+        timeout_s=timeout_s,
+    )
+    return Engine(
+        model=model,
+        optimizer=optimizer,
+        scheduler=scheduler,
+        backend=descriptor,
+        world=world,
+        profile=_profile(cost, model),
+        planner=planner,
+        runtime=runtime,
+        ranks_per_node=ranks_per_node,
+        plan_fn=plan_fn,
+    )
+
+
+def _gigabytes(memory: str | float) -> float | None:
+    if memory == "auto":
+        return None
+    if isinstance(memory, str) or not memory > 0:
+        raise ConfigError(f"memory={memory!r}: pass 'auto' or GB (1e9 bytes) per rank, above 0")
+    return float(memory)
+
+
+def _profile(cost: str | CostProfile, model: nn.Module) -> CostProfile:
+    if isinstance(cost, CostProfile):
+        return cost
+    if cost != "auto":
+        return resolve(cost)
+    raise ConfigError(
+        "cost='auto' needs a profile of this model and device; run `mdcp profile` and pass its "
+        "file, or pass a preset's name or a CostProfile"
+    )

@@ -1,0 +1,33 @@
+"""Process groups, the wire, plan agreement and the current placement."""
+
+from megatron_dcp.dist.agree import agree, gather_bytes
+from megatron_dcp.dist.context import (
+    PlacementContext,
+    current_or_none,
+    current_placement,
+    local_context,
+    make_context,
+    packed,
+    set_current,
+    use_placement,
+)
+from megatron_dcp.dist.pacing import LinkPacer
+from megatron_dcp.dist.wire import Pending, Wire
+from megatron_dcp.dist.world import DataWorld
+
+__all__ = [
+    "DataWorld",
+    "LinkPacer",
+    "Pending",
+    "PlacementContext",
+    "Wire",
+    "agree",
+    "current_or_none",
+    "current_placement",
+    "gather_bytes",
+    "local_context",
+    "make_context",
+    "packed",
+    "set_current",
+    "use_placement",
+]

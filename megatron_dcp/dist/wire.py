@@ -1,0 +1,159 @@
+"""Every byte that crosses ranks goes through a `Wire`: collectives, counters, pacing, timing.
+
+One small seat, so that the bytes counted, the link that is modelled and the time that is measured
+are those of the same calls. Counted bytes are what this rank sends to others (what it keeps is
+not); `sent` is keyed by the kind that the caller names: "ulysses", "ring", "allgather", "exchange",
+"reduce", "agree", "rendezvous", each followed by ".backward" where the backward sends it.
+
+Tensors travel as bytes, so every dtype works on every backend. Messages of zero bytes are not sent:
+both ends know the sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dcp.dist.pacing import LinkPacer
+
+CommListener = Callable[[str, int, int], None]
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor seen as flat bytes."""
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
+class Pending:
+    """Messages under way; `wait` returns when all have arrived and the link has sent ours."""
+
+    def __init__(
+        self, wire: Wire, kind: str, works: Sequence[Any], deadline: float | None, keep: Any
+    ) -> None:
+        self._wire, self._kind, self._works, self._deadline = wire, kind, works, deadline
+        self._keep = keep  # buffers must outlive the transfer
+
+    def wait(self) -> None:
+        begin = time.monotonic_ns()
+        for work in self._works:
+            work.wait()
+        self._wire.settle(self._deadline)
+        self._wire.heard(self._kind, begin)
+        self._works, self._keep = (), None
+
+
+class Wire:
+    """Counters, pacer and listener of one rank's communication.
+
+    pacer: None, or a LinkPacer; listener(kind, start_ns, end_ns) hears every blocking interval.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        self.pacer: LinkPacer | None = None
+        self.listener: CommListener | None = None
+
+    def post(self, kind: str, nbytes: int) -> float | None:
+        """Count bytes and queue them on the link."""
+        self.sent[kind] += nbytes
+        return self.pacer.post(nbytes) if self.pacer is not None and nbytes else None
+
+    def settle(self, deadline: float | None) -> None:
+        if deadline is not None and self.pacer is not None:
+            self.pacer.wait(deadline)
+
+    def heard(self, kind: str, begin_ns: int) -> None:
+        if self.listener is not None:
+            self.listener(kind, begin_ns, time.monotonic_ns())
+
+    def start_all_to_all(
+        self,
+        out: Tensor,
+        send: Tensor,
+        out_rows: Sequence[int],
+        send_rows: Sequence[int],
+        group: dist.ProcessGroup,
+        kind: str,
+    ) -> Pending:
+        """Rows of dim 0 to and from every rank of a group; row counts per rank, zeros allowed."""
+        me = dist.get_rank(group)
+        row = math.prod(send.shape[1:]) * send.element_size()
+        deadline = self.post(kind, row * (sum(send_rows) - send_rows[me]))
+        width_out = math.prod(out.shape[1:]) * out.element_size()
+        flat = as_bytes(send)
+        work = dist.all_to_all_single(
+            as_bytes(out),
+            flat,
+            [n * width_out for n in out_rows],
+            [n * row for n in send_rows],
+            group=group,
+            async_op=True,
+        )
+        return Pending(self, kind, [work], deadline, (flat, out))
+
+    def all_to_all(
+        self,
+        out: Tensor,
+        send: Tensor,
+        out_rows: Sequence[int],
+        send_rows: Sequence[int],
+        group: dist.ProcessGroup,
+        kind: str,
+    ) -> Tensor:
+        """Blocking `start_all_to_all`; returns `out`, which must be contiguous."""
+        self.start_all_to_all(out, send, out_rows, send_rows, group, kind).wait()
+        return out
+
+    def start_exchange(
+        self,
+        sends: Sequence[tuple[Tensor, int]],
+        receives: Sequence[tuple[Tensor, int]],
+        group: dist.ProcessGroup,
+        kind: str,
+    ) -> Pending:
+        """Point-to-point messages: (tensor, group rank). Received tensors must be contiguous."""
+        ops: list[dist.P2POp] = []
+        keep: list[Tensor] = []
+        nbytes = 0
+        for tensor, peer in sends:
+            if tensor.numel():
+                flat = as_bytes(tensor)
+                keep.append(flat)
+                nbytes += flat.numel()
+                ops.append(dist.P2POp(dist.isend, flat, group=group, group_peer=peer))
+        for tensor, peer in receives:
+            if tensor.numel():
+                flat = as_bytes(tensor)
+                keep.append(flat)
+                ops.append(dist.P2POp(dist.irecv, flat, group=group, group_peer=peer))
+        deadline = self.post(kind, nbytes)
+        works = dist.batch_isend_irecv(ops) if ops else []
+        return Pending(self, kind, works, deadline, keep)
+
+    def all_reduce(self, x: Tensor, group: dist.ProcessGroup, kind: str = "reduce") -> Tensor:
+        """Sum in place; counted as the 2 (n-1)/n of its bytes that a ring all-reduce sends."""
+        begin = time.monotonic_ns()
+        n = dist.get_world_size(group)
+        deadline = self.post(kind, 2 * (n - 1) * x.numel() * x.element_size() // n)
+        dist.all_reduce(x, group=group)
+        self.settle(deadline)
+        self.heard(kind, begin)
+        return x
+
+    def all_gather_rows(self, x: Tensor, group: dist.ProcessGroup, kind: str) -> Tensor:
+        """Equal-sized 1-D tensors of all ranks, stacked: [n, len]."""
+        begin = time.monotonic_ns()
+        n = dist.get_world_size(group)
+        out = torch.empty((n, x.numel()), dtype=x.dtype, device=x.device)
+        deadline = self.post(kind, (n - 1) * x.numel() * x.element_size())
+        dist.all_gather(list(out.unbind(0)), x.contiguous(), group=group)
+        self.settle(deadline)
+        self.heard(kind, begin)
+        return out

@@ -1,0 +1,135 @@
+"""The loader: prepared steps, agreed on by all ranks, one at a time.
+
+Step k + 1 .. k + plan_ahead are planned and read in a background thread while step k runs. How long
+the main thread had to wait for that is `step.metrics["planner_exposed_ms"]`; it is 0 in the steady
+state. The position advances when a step has been finished, not when it was drawn.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from megatron_dcp.dist import agree
+from megatron_dcp.errors import AgreementError, ConfigError
+from megatron_dcp.runtime.prepare import Prepared, StepPreparer
+from megatron_dcp.runtime.schedule import group_blocks
+from megatron_dcp.runtime.step import Step
+
+if TYPE_CHECKING:
+    from megatron_dcp.runtime.engine import Engine
+
+log = logging.getLogger("megatron_dcp")
+
+
+class StepLoader:
+    """Iterate to get steps; iterate again (or resume) to go on where the last one ended.
+
+    position: number of steps finished so far. steps: where iteration stops.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        preparer: StepPreparer,
+        *,
+        steps: int,
+        plan_ahead: int,
+        batch_dim: bool,
+    ) -> None:
+        self.engine, self.preparer, self.steps = engine, preparer, steps
+        self.plan_ahead, self.batch_dim = plan_ahead, batch_dim
+        self.position = 0
+        self.dropped = self.cut = 0
+
+    @property
+    def sampler(self) -> Any:
+        return self.preparer.sampler
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Step]:
+        executor = ThreadPoolExecutor(1, "mdcp-plan") if self.plan_ahead else None
+        ahead: deque[Future[Prepared]] = deque()
+        following = self.position
+        try:
+            while self.position < self.steps:
+                if executor is not None:
+                    while len(ahead) <= self.plan_ahead and following < self.steps:
+                        ahead.append(executor.submit(self.preparer.prepare, following))
+                        following += 1
+                begin = time.perf_counter()
+                if executor is None:
+                    prepared = self.preparer.prepare(self.position)
+                else:
+                    prepared = ahead.popleft().result()
+                step = self._open(prepared, (time.perf_counter() - begin) * 1e3)
+                yield step
+                if not step.finished:
+                    raise ConfigError(
+                        f"step {step.index} was left unfinished; call step.finish() before the "
+                        "next step"
+                    )
+                self.position += 1
+        finally:
+            if executor is not None:
+                executor.shutdown(wait=True, cancel_futures=True)
+
+    def _open(self, prepared: Prepared, exposed_ms: float) -> Step:
+        """Agree on a step with all ranks and make its groups."""
+        world, events = self.engine.world, self.engine.log
+        events.step = prepared.step
+        try:
+            denominator = agree(
+                world, prepared.plan, prepared.weight, prepared.trouble, prepared.indices
+            )
+        except AgreementError as error:
+            if prepared.error is not None and world.size == 1:
+                raise prepared.error from None
+            raise error from prepared.error
+        plan = prepared.plan
+        assert plan is not None
+        world.ensure_groups(group_blocks(plan))
+        events.add("plan", *prepared.plan_us)
+        events.add("data", *prepared.data_us)
+        self._count(prepared)
+        step = Step(
+            self.engine,
+            prepared.step,
+            plan,
+            prepared.indices,
+            prepared.work,
+            denominator,
+            batch_dim=self.batch_dim,
+        )
+        step.metrics["planner_exposed_ms"] = exposed_ms
+        step.metrics["plan_us"] = prepared.plan_us[1] - prepared.plan_us[0]
+        return step
+
+    def _count(self, prepared: Prepared) -> None:
+        self.dropped += prepared.dropped
+        self.cut += prepared.cut
+        if self.engine.world.rank == 0 and (prepared.dropped or prepared.cut):
+            log.warning(
+                "step %d: %d samples dropped and %d cut because they fit on no block (%d and %d "
+                "so far)",
+                prepared.step,
+                prepared.dropped,
+                prepared.cut,
+                self.dropped,
+                self.cut,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands: steps finished and the sampler that they came from."""
+        return {"position": self.position, "sampler": self.preparer.sampler.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on after `position` steps; refuses a state of another sampler."""
+        self.preparer.sampler.check_state(state["sampler"])
+        self.position = int(state["position"])

@@ -1,0 +1,205 @@
+"""Preparing a step off the critical path: which samples, which plan, this rank's tensors.
+
+`StepPreparer.prepare(step)` is a function of the step number: it makes no collective and touches no
+state that a running step uses, so it runs in a background thread. What goes wrong there (a sample
+that cannot be read, a plan that cannot be made) is kept as `trouble` and told to all ranks when
+they agree on the step, so that no rank waits for one that has stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megatron_dcp.config import Oversize
+from megatron_dcp.dispatch import (
+    Dataset,
+    ReadOptions,
+    Sample,
+    Shard,
+    build_shard,
+    clip_item,
+    dummy_sample,
+    read_sample,
+)
+from megatron_dcp.dist import DataWorld
+from megatron_dcp.errors import MdcpError, PlanError
+from megatron_dcp.plan import StepPlan, Topology, Workload
+from megatron_dcp.planner import PlanRequest
+from megatron_dcp.runtime.eventlog import now_us
+from megatron_dcp.runtime.oversize import fit_samples
+from megatron_dcp.runtime.sampler import GlobalSampler
+from megatron_dcp.runtime.schedule import Work, rank_schedule
+
+PlanFn = Callable[[PlanRequest], StepPlan]
+
+
+@dataclass(slots=True, kw_only=True)
+class Prepared:
+    """A step ready to be agreed on. trouble: why this rank cannot run it, or None."""
+
+    step: int
+    indices: list[int]
+    plan: StepPlan | None = None
+    work: list[tuple[Work, Shard]] = field(default_factory=list)
+    weight: float = 0.0
+    trouble: str | None = None
+    error: BaseException | None = None
+    dropped: int = 0
+    cut: int = 0
+    plan_us: tuple[int, int] = (0, 0)
+    data_us: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanSettings:
+    """What every request of a run shares."""
+
+    topology: Topology
+    profile: Any
+    lockstep: int
+    budget_bytes: int
+    recompute: bool
+    oversize: Oversize
+
+
+class _Clipped:
+    """A data set whose items are cut to given lengths."""
+
+    def __init__(self, dataset: Dataset, lengths: dict[int, int]) -> None:
+        self._dataset, self._lengths = dataset, lengths
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return clip_item(self._dataset[index], self._lengths[index])
+
+
+class StepPreparer:
+    """Everything that makes a step before ranks have to agree on it."""
+
+    def __init__(
+        self,
+        *,
+        world: DataWorld,
+        dataset: Dataset,
+        lengths: Sequence[int],
+        sampler: GlobalSampler,
+        settings: PlanSettings,
+        plan_fn: PlanFn,
+        read: ReadOptions,
+        min_microbatches: int,
+        closing_dummy: bool,
+        weight_dtype: torch.dtype,
+        max_length: int | None = None,
+    ) -> None:
+        self.world, self.dataset, self.lengths, self.sampler = world, dataset, lengths, sampler
+        self.settings, self.plan_fn, self.read = settings, plan_fn, read
+        self.min_microbatches, self.closing_dummy = min_microbatches, closing_dummy
+        self.weight_dtype = weight_dtype
+        self.max_length = max_length
+
+    def prepare(self, step: int) -> Prepared:
+        """Plan a step and build this rank's shards; never raises for what a user can cause."""
+        prepared = Prepared(step=step, indices=self.sampler.indices(step))
+        try:
+            begin = now_us()
+            self._plan(prepared)
+            planned = now_us()
+            self._read(prepared)
+            prepared.plan_us, prepared.data_us = (begin, planned), (planned, now_us())
+        except MdcpError as error:
+            prepared.trouble, prepared.error = str(error), error
+        except Exception as error:
+            prepared.trouble = f"{type(error).__name__}: {error}"
+            prepared.error = error
+        return prepared
+
+    def _plan(self, prepared: Prepared) -> None:
+        s = self.settings
+        lengths = [self.lengths[i] for i in prepared.indices]
+        if self.max_length is not None:
+            lengths = [min(n, self.max_length) for n in lengths]
+        request = PlanRequest(
+            workload=Workload(lengths=tuple(lengths)),
+            topology=s.topology,
+            profile=s.profile,
+            lockstep=s.lockstep,
+            budget_bytes=s.budget_bytes,
+            recompute=s.recompute,
+            step=prepared.step,
+        )
+        fitted = fit_samples(
+            lengths,
+            prepared.indices,
+            request.cost,
+            request.budget_bytes,
+            s.oversize,
+            recompute=s.recompute,
+        )
+        prepared.dropped, prepared.cut = len(fitted.dropped), len(fitted.cut)
+        prepared.indices = [prepared.indices[i] for i in fitted.kept]
+        if fitted.dropped or fitted.cut:
+            request = PlanRequest(
+                workload=Workload(lengths=fitted.lengths),
+                topology=s.topology,
+                profile=s.profile,
+                lockstep=s.lockstep,
+                budget_bytes=s.budget_bytes,
+                recompute=s.recompute,
+                step=prepared.step,
+            )
+        plan = self.plan_fn(request)
+        if plan.lengths != request.workload.lengths:
+            raise PlanError(
+                f"step {prepared.step}: the plan is for other lengths than the batch "
+                f"({len(plan.lengths)} samples of {plan.workload.tokens} tokens, the batch has "
+                f"{len(request.workload.lengths)} of {request.workload.tokens})"
+            )
+        if plan.topology.data_ranks != self.world.size:
+            raise PlanError(
+                f"step {prepared.step}: the plan is for {plan.topology.data_ranks} data ranks, "
+                f"there are {self.world.size}"
+            )
+        prepared.plan = plan
+
+    def _read(self, prepared: Prepared) -> None:
+        plan = prepared.plan
+        assert plan is not None
+        dataset: Dataset = self.dataset
+        if prepared.cut or self.max_length is not None:
+            wanted = dict(zip(prepared.indices, plan.lengths, strict=True))
+            dataset = _Clipped(dataset, wanted)
+
+        def sample(i: int) -> Sample:
+            return read_sample(dataset, prepared.indices[i], plan.lengths[i], self.read)
+
+        rank, weight = self.world.rank, 0.0
+        schedule = rank_schedule(
+            plan,
+            rank,
+            min_microbatches=self.min_microbatches,
+            closing_dummy=self.closing_dummy,
+        )
+        for work in schedule:
+            if work.dummy:
+                samples, keys = [dummy_sample(sample(0))], [-1]
+            else:
+                samples = [sample(i) for i in work.placement.samples]
+                keys = [prepared.indices[i] for i in work.placement.samples]
+            shard = build_shard(
+                self.world,
+                work.placement,
+                samples,
+                sample_keys=keys,
+                weight_dtype=self.weight_dtype,
+                step=prepared.step,
+                dummy=work.dummy,
+            )
+            weight += shard.weight
+            prepared.work.append((work, shard))
+        prepared.weight = weight

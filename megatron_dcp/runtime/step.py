@@ -1,0 +1,224 @@
+"""One optimizer step: this rank's microbatches, and what ends it.
+
+    for step in loader:
+        for mb in step:
+            loss_sum = loss_fn(model(**mb.inputs), mb.labels)
+            mb.backward(loss_sum)
+        loss = step.finish()
+
+`loss_sum` is the sum over this rank's local tokens of weight times loss. `backward` divides it by
+the denominator of the whole step (the sum of weights over all ranks), so that the gradient of the
+step is the same under every plan. Rules are enforced: every microbatch is run backward once, in
+order, before `finish`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_dcp.dispatch import Shard
+from megatron_dcp.dist import PlacementContext, set_current, use_placement
+from megatron_dcp.errors import ConfigError
+from megatron_dcp.plan import Placement, StepPlan
+from megatron_dcp.runtime.schedule import Work
+
+if TYPE_CHECKING:
+    from megatron_dcp.runtime.engine import Engine
+
+
+class Microbatch:
+    """One placement's shard on this rank. t rows: its tokens, or one filler where it has none.
+
+    inputs: keyword arguments for the model, input_ids [t] and position_ids [t] and every payload of
+    the data set; with `batch_dim=True` each has a leading dimension of 1. labels [t] int64 (-100:
+    nothing to predict), weights [t]: loss weight of each label, position_ids [t] int64.
+    """
+
+    def __init__(self, step: Step, work: Work, shard: Shard, *, batch_dim: bool) -> None:
+        self._step, self._work, self._shard = step, work, shard
+        self._batch_dim = batch_dim
+        self.started_us = 0
+        self.done = False
+
+    def _view(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0) if self._batch_dim else x
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        return {n: self._view(x) for n, x in self._shard.inputs.items()}
+
+    @property
+    def labels(self) -> Tensor:
+        return self._view(self._shard.labels)
+
+    @property
+    def weights(self) -> Tensor:
+        return self._view(self._shard.weights)
+
+    @property
+    def position_ids(self) -> Tensor:
+        return self._view(self._shard.context.position_ids)
+
+    @property
+    def placement(self) -> Placement:
+        return self._work.placement
+
+    @property
+    def context(self) -> PlacementContext:
+        return self._shard.context
+
+    @property
+    def dummy(self) -> bool:
+        """A token without weight, run to keep ranks in step."""
+        return self._work.dummy
+
+    @property
+    def closing(self) -> bool:
+        """The dummy that ends a step, in which the wrapper reduces."""
+        return self._work.closing
+
+    @property
+    def recompute(self) -> int:
+        return self.placement.recompute
+
+    @property
+    def tokens(self) -> int:
+        return self._shard.context.tokens
+
+    def backward(self, loss_sum: Tensor) -> None:
+        """Backward of loss_sum (a scalar) / denominator of the step; see the module docstring."""
+        self._step.backward(self, loss_sum)
+
+
+class Step:
+    """The microbatches of one optimizer step on this rank; iterate once, then `finish`.
+
+    index: step number from 0. indices: dataset indices of its samples, in sample order. tokens: of
+    the global batch. denominator: sum of loss weights over all ranks. After `finish`: loss,
+    grad_norm (when clipping), metrics.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        index: int,
+        plan: StepPlan,
+        indices: list[int],
+        work: list[tuple[Work, Shard]],
+        denominator: float,
+        *,
+        batch_dim: bool,
+    ) -> None:
+        self.engine, self.index, self.plan, self.indices = engine, index, plan, indices
+        self.denominator = denominator
+        self.microbatches = [Microbatch(self, w, s, batch_dim=batch_dim) for w, s in work]
+        self.finished = False
+        self.loss: float | None = None
+        self.grad_norm: float | None = None
+        self.metrics: dict[str, Any] = {}
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=engine.world.device)
+        self._started_us = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.plan.workload.tokens
+
+    def __len__(self) -> int:
+        return len(self.microbatches)
+
+    def __iter__(self) -> Iterator[Microbatch]:
+        self._start()
+        for i, mb in enumerate(self.microbatches):
+            self._begin(i, mb)
+            try:
+                yield mb
+            finally:
+                set_current(None)
+            if not mb.done:
+                raise ConfigError(
+                    f"step {self.index}: microbatch {i} was not run backward; call "
+                    "mb.backward(loss_sum) once for every microbatch, dummies included"
+                )
+
+    def _start(self) -> None:
+        if self._started_us:
+            raise ConfigError(f"step {self.index} was iterated twice; its samples run only once")
+        self._started_us = self.engine.log.clock()
+        closing = sum(mb.closing for mb in self.microbatches)
+        self.engine.driver.begin(len(self.microbatches) - closing)
+
+    def _begin(self, index: int, mb: Microbatch) -> None:
+        log, p = self.engine.log, mb.placement
+        if log.measure and p.degree > 1:
+            begin = log.clock()
+            self.engine.world.rendezvous(p.first_rank, p.degree)
+            log.add_placement("wait", begin, log.clock(), p)
+        self.engine.driver.before(index)
+        set_current(mb.context)
+        mb.started_us = log.clock()
+
+    def backward(self, mb: Microbatch, loss_sum: Tensor) -> None:
+        """Scale, run backward under the microbatch's placement, and count its loss."""
+        self._check_loss(mb, loss_sum)
+        engine = self.engine
+        if mb.dummy:
+            scaled = engine.dummy_loss(loss_sum)
+        elif mb.context.filler:
+            scaled = loss_sum * 0.0
+        else:
+            scaled = loss_sum * self._scale()
+            self._loss_sum += loss_sum.detach().double()
+        with use_placement(mb.context):
+            if mb.closing:
+                engine.driver.end(lambda: scaled)
+            else:
+                engine.driver.backward(scaled)
+        mb.done = True
+        log = engine.log
+        log.add_placement(
+            "placement",
+            mb.started_us,
+            log.clock(),
+            mb.placement,
+            recompute=mb.recompute,
+            tokens=0 if mb.dummy else self.plan.tokens_of(mb.placement),
+        )
+
+    def _scale(self) -> float:
+        if not self.denominator:
+            return 0.0  # no label of the step has weight: its gradient is zero
+        return self.engine.driver.scale / self.denominator
+
+    def _check_loss(self, mb: Microbatch, loss_sum: Tensor) -> None:
+        if mb.done:
+            raise ConfigError(f"step {self.index}: mb.backward was called twice on a microbatch")
+        if loss_sum.numel() != 1 or not loss_sum.requires_grad:
+            raise ConfigError(
+                f"mb.backward needs a scalar with a graph, found shape {tuple(loss_sum.shape)}, "
+                f"requires_grad={loss_sum.requires_grad}; pass the sum over local tokens "
+                "(reduction='sum')"
+            )
+
+    def finish(self) -> float:
+        """Reduce, clip, step the optimizer and scheduler, zero the gradients.
+
+        Returns the loss of the global batch, the same number on all ranks.
+        """
+        if self.finished:
+            raise ConfigError(f"step {self.index} was finished twice")
+        left = [i for i, mb in enumerate(self.microbatches) if not mb.done]
+        if left or (not self._started_us and self.microbatches):
+            raise ConfigError(
+                f"step {self.index}: microbatches {left} have not been run; iterate the whole "
+                "step before finish()"
+            )
+        if not self._started_us:
+            self._start()
+        self.engine.finish_step(self, self._loss_sum, self._started_us)
+        self.finished = True
+        assert self.loss is not None
+        return self.loss

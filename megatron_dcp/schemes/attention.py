@@ -1,0 +1,79 @@
+"""`mdcp.attention`: the one call that makes a model plan-aware."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_dcp.dist import PlacementContext, current_placement
+from megatron_dcp.errors import ConfigError
+from megatron_dcp.schemes.masks import Mask
+from megatron_dcp.schemes.registry import AttentionOptions, find_scheme
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    placement: PlacementContext | None = None,
+) -> Tensor:
+    """Attention of the current microbatch, over whatever ranks its placement spans.
+
+    q [t, H, D], k and v [t, Hk, D] (H a multiple of Hk), also with a leading batch dimension of 1:
+    the local rows of the packed microbatch, after RoPE by the microbatch's `position_ids`.
+    Returns out of q's shape and dtype. Samples never see each other; documents and prefixes of
+    samples follow the microbatch.
+
+    causal, window_size: as in flash-attention; the window counts (left, right) from the query's own
+    position, -1 is no limit. softmax_scale: default D ** -0.5. softcap: 0 is off.
+    placement: default the current one.
+    """
+    ctx = placement if placement is not None else current_placement()
+    if q.dim() == 4 and q.shape[0] == 1:
+        inner = attention(
+            q[0],
+            k[0],
+            v[0],
+            causal=causal,
+            window_size=window_size,
+            softmax_scale=softmax_scale,
+            softcap=softcap,
+            placement=ctx,
+        )
+        return inner.unsqueeze(0)
+    _check(q, k, v, ctx)
+    options = AttentionOptions(
+        mask=Mask(causal=causal, window_size=window_size),
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+    )
+    scheme = find_scheme(ctx.placement.scheme)
+    if ctx.filler:
+        out = scheme(q[:0], k[:0], v[:0], ctx, options)
+        return torch.cat((out, q * 0.0))
+    return scheme(q, k, v, ctx, options)
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, ctx: PlacementContext) -> None:
+    if q.dim() != 3 or k.dim() != 3 or v.shape != k.shape:
+        raise ConfigError(
+            f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; pass "
+            "[tokens, heads, head_dim], k and v alike"
+        )
+    if q.shape[0] != ctx.rows or k.shape[0] != ctx.rows:
+        raise ConfigError(
+            f"attention: {q.shape[0]} query and {k.shape[0]} key rows, this rank holds "
+            f"{ctx.rows} rows of the placement (slot {ctx.placement.slot}, ranks "
+            f"{ctx.placement.first_rank}..{ctx.placement.first_rank + ctx.degree - 1}); pass the "
+            "microbatch's tokens unpadded, from the microbatch that is current"
+        )
+    if q.shape[1] % k.shape[1] or q.shape[2] != k.shape[2]:
+        raise ConfigError(
+            f"attention: {q.shape[1]} query heads and {k.shape[1]} KV heads of dims {q.shape[2]} "
+            f"and {k.shape[2]}; query heads must be a multiple of KV heads, of equal dim"
+        )

@@ -1,0 +1,1 @@
+"""Functions that `WorkerPool` runs on every rank: cases of the distributed tests."""
