@@ -7,6 +7,7 @@ ranks do not wait between waves, so that early finishers start the next wave ear
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
@@ -115,3 +116,49 @@ def number_slots(waves: Iterable[Sequence[Share]], ranks: int) -> Slots:
             slots[slot].append(share)
             depth[block] = [slot + 1] * share.degree
     return slots
+
+
+def list_schedule(pricer: Pricer, groups: Sequence[Group]) -> Slots:
+    """Wide groups first, then longest first, each on the block of its degree that is free first."""
+    n = pricer.topology.data_ranks
+    free = [0] * n
+    timed = sorted((-g.degree, -_time(pricer, g), min(g.samples), g) for g in groups)
+    shares: list[Share] = []
+    for degree, same in groupby(timed, key=lambda item: -item[0]):
+        heap = [(max(free[b : b + degree]), b) for b in blocks_of(pricer.topology, degree)]
+        heapq.heapify(heap)
+        for _, negative_us, _, group in same:
+            begin, first = heap[0]
+            heapq.heapreplace(heap, (begin - negative_us, first))
+            shares.append(Share(first, degree, group.samples, group.least_recompute))
+        for end, first in heap:
+            free[first : first + degree] = [end] * degree
+    return number_slots([shares], n)
+
+
+def fill_slots(pricer: Pricer, groups: Sequence[Group]) -> Slots:
+    """Slots of groups with like times: longest first, each into the first slot that has a block."""
+    n = pricer.topology.data_ranks
+    slots: Slots = []
+    busy: list[list[bool]] = []
+    used: list[int] = []
+    for group in sorted(groups, key=lambda g: (-_time(pricer, g), min(g.samples))):
+        blocks = blocks_of(pricer.topology, group.degree)
+        for k in range(len(slots) + 1):
+            if k == len(slots):
+                slots.append([])
+                busy.append([False] * n)
+                used.append(0)
+            if used[k] + group.degree > n:
+                continue
+            block = next((b for b in blocks if not any(busy[k][b : b + group.degree])), None)
+            if block is not None:
+                slots[k].append(Share(block, group.degree, group.samples, group.least_recompute))
+                busy[k][block : block + group.degree] = [True] * group.degree
+                used[k] += group.degree
+                break
+    return slots
+
+
+def _time(pricer: Pricer, group: Group) -> int:
+    return pricer.share_time_us(group.samples, group.degree, group.least_recompute)
