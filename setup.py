@@ -83,6 +83,7 @@ def ops_extension() -> Extension:
             "-fno-math-errno",
             "-fvisibility=hidden",
             "-Wall",
+            "-Wno-uninitialized",  # gcc 12 says it of its own AVX-512 headers
         ],
         language="c++",
         py_limited_api=True,

@@ -4,6 +4,7 @@
 #include <limits>
 #include <tuple>
 
+#include "cpu/paths.h"
 #include "glue.h"
 
 namespace mdcp {
@@ -122,13 +123,13 @@ SegmentList varlen_segments(const Tensor& cu_q, const Tensor& cu_k, const Shape&
 }
 
 void run_forward(const ForwardArgs& args, const SegmentList& list) {
-  scalar_forward(args, list, pool());
+  attention_forward(args, list, pool());
 }
 
 void run_backward(BackwardArgs& args, const SegmentList& list) {
   Tensor delta = empty_cpu({args.shape.heads, args.shape.total_q}, accumulation_type(args.q.dtype));
   args.delta = {delta.data_ptr(), args.shape.total_q, 1};
-  scalar_backward(args, list, pool());
+  attention_backward(args, list, pool());
 }
 
 void segment_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& segments,

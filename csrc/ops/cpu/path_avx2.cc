@@ -1,0 +1,52 @@
+// float32 (and 16-bit storage widened to it) on AVX2 + FMA.
+#if defined(__x86_64__) && defined(__GNUC__)
+
+// The standard headers come first: nothing of them may be compiled for the wider machine.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "convert.h"
+#include "paths.h"
+#include "plan.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#include "simd_avx2.h"
+#include "vector_backward.h"
+#include "vector_forward.h"
+
+namespace mdcp {
+namespace {
+
+using Simd = Avx2;
+using Mac = MacFloat<Simd>;
+
+const Path kPath{"avx2",
+                 &Forward<Simd, Mac>::piece_rows,
+                 &Backward<Simd, Mac>::piece_keys,
+                 Backward<Simd, Mac>::kQ,
+                 &vector_forward<Simd, Mac>,
+                 &vector_backward<Simd, Mac>};
+
+}  // namespace
+#pragma GCC pop_options
+
+const Path* const kAvx2 = &kPath;
+
+}  // namespace mdcp
+
+#else
+#include "paths.h"
+namespace mdcp {
+const Path* const kAvx2 = nullptr;
+}
+#endif

@@ -1,0 +1,52 @@
+// float32 (and 16-bit storage widened to it) on AVX-512.
+#if defined(__x86_64__) && defined(__GNUC__)
+
+// The standard headers come first: nothing of them may be compiled for the wider machine.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "attention.h"
+#include "convert.h"
+#include "paths.h"
+#include "plan.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
+#include "simd_avx512.h"
+#include "vector_backward.h"
+#include "vector_forward.h"
+
+namespace mdcp {
+namespace {
+
+using Simd = Avx512;
+using Mac = MacFloat<Simd>;
+
+const Path kPath{"avx512",
+                 &Forward<Simd, Mac>::piece_rows,
+                 &Backward<Simd, Mac>::piece_keys,
+                 Backward<Simd, Mac>::kQ,
+                 &vector_forward<Simd, Mac>,
+                 &vector_backward<Simd, Mac>};
+
+}  // namespace
+#pragma GCC pop_options
+
+const Path* const kAvx512 = &kPath;
+
+}  // namespace mdcp
+
+#else
+#include "paths.h"
+namespace mdcp {
+const Path* const kAvx512 = nullptr;
+}
+#endif

@@ -1,0 +1,37 @@
+// The vector paths of this build and which of them the running machine can use.
+#pragma once
+
+#include <string>
+
+#include "plan.h"
+
+namespace mdcp {
+
+struct Path {
+  const char* name;
+  int64_t (*forward_rows)(const Shape&);   // q rows of a forward task
+  int64_t (*backward_keys)(const Shape&);  // keys of a backward task
+  int64_t backward_rows;                   // q rows of a backward step
+  void (*forward)(const ForwardArgs&, const SegmentList&, const Parallel&,
+                  const std::vector<Piece>&);
+  void (*backward)(const BackwardArgs&, const SegmentList&, const Parallel&, const BackwardPlan&,
+                   float* partial);
+};
+
+// Null where the build has no such path (another architecture or compiler).
+extern const Path* const kAvx512Bf16;
+extern const Path* const kAvx512;
+extern const Path* const kAvx2;
+
+// Name of the path that inputs of `dtype` take: avx512_bf16, avx512, avx2 or scalar.
+const char* path_name(DType dtype);
+
+// Allows no path above `name` (or all that the machine has, for "best"). False if the name is
+// unknown or the machine lacks it. For tests and `mdcp doctor`.
+bool limit_path(const std::string& name);
+
+void attention_forward(const ForwardArgs& args, const SegmentList& list, const Parallel& parallel);
+void attention_backward(const BackwardArgs& args, const SegmentList& list,
+                        const Parallel& parallel);
+
+}  // namespace mdcp

@@ -1,0 +1,87 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <new>
+
+namespace mdcp {
+
+std::vector<Piece> cut_axis(const Axis& axis, int64_t rows) {
+  std::vector<Piece> pieces;
+  for (const Run& run : axis.runs) {
+    for (int64_t r = 0; r < run.len; r += rows) {
+      pieces.push_back({run.start + r, std::min(rows, run.len - r), run.first_ref, run.last_ref});
+    }
+  }
+  return pieces;
+}
+
+std::vector<Piece> forward_pieces(const SegmentList& list, int64_t rows) {
+  std::vector<Piece> pieces = cut_axis(list.q, rows);
+  std::vector<std::pair<int64_t, int32_t>> order(pieces.size());
+  for (size_t p = 0; p < pieces.size(); ++p) {
+    int64_t pairs = 0;
+    for (int32_t ref = pieces[p].first_ref; ref < pieces[p].last_ref; ++ref) {
+      const Segment& g = list.segments[list.q.refs[ref]];
+      const int64_t i = pieces[p].start - g.q_start;
+      pairs += std::max<int64_t>(0, g.last_key(i + pieces[p].len - 1) - g.first_key(i));
+    }
+    order[p] = {-pairs * pieces[p].len, static_cast<int32_t>(p)};
+  }
+  std::sort(order.begin(), order.end());
+  std::vector<Piece> sorted;
+  sorted.reserve(pieces.size());
+  for (const auto& entry : order) sorted.push_back(pieces[entry.second]);
+  return sorted;
+}
+
+BackwardPlan backward_plan(const SegmentList& list, int64_t q_rows, int64_t k_rows, int64_t heads) {
+  BackwardPlan plan;
+  plan.q_pieces = cut_axis(list.q, q_rows);
+  plan.k_pieces = cut_axis(list.k, k_rows);
+  plan.visits.assign(plan.q_pieces.size(), 0);
+  for (const Piece& piece : plan.k_pieces) {
+    plan.first_visit.push_back(static_cast<int64_t>(plan.turns.size()));
+    for (int32_t ref = piece.first_ref; ref < piece.last_ref; ++ref) {
+      const Segment& g = list.segments[list.k.refs[ref]];
+      const int64_t j = piece.start - g.k_start;
+      for_each_visit(plan, g, j, j + piece.len,
+                     [&](int64_t p) { plan.turns.push_back(plan.visits[p]++); });
+    }
+  }
+  plan.partial_row.assign(plan.q_pieces.size(), -1);
+  for (size_t p = 0; p < plan.q_pieces.size(); ++p) {
+    if (plan.visits[p] < 2) continue;
+    plan.partial_row[p] = plan.partial_rows;
+    plan.partial_rows += plan.q_pieces[p].len;
+  }
+  const size_t counters = plan.q_pieces.size() * heads;
+  plan.done = std::make_unique<std::atomic<uint32_t>[]>(counters);
+  for (size_t i = 0; i < counters; ++i) plan.done[i].store(0, std::memory_order_relaxed);
+  return plan;
+}
+
+namespace {
+
+struct Scratch {
+  float* data = nullptr;
+  int64_t size = 0;
+  ~Scratch() { std::free(data); }
+};
+
+thread_local Scratch scratch;
+
+}  // namespace
+
+float* scratch_floats(int64_t count) {
+  if (scratch.size < count) {
+    std::free(scratch.data);
+    const size_t bytes = (static_cast<size_t>(count) * sizeof(float) + 4095) / 4096 * 4096;
+    scratch.data = static_cast<float*>(std::aligned_alloc(4096, bytes));
+    scratch.size = scratch.data ? count : 0;
+    if (!scratch.data) throw std::bad_alloc();
+  }
+  return scratch.data;
+}
+
+}  // namespace mdcp

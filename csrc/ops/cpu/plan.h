@@ -1,0 +1,60 @@
+// How a call is cut into tasks. The cuts depend on the segment list alone, never on the number of
+// threads, and inside a sample never on what else is packed: so do the bits of the results.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+
+namespace mdcp {
+
+struct Piece {
+  int64_t start, len;
+  int32_t first_ref, last_ref;
+};
+
+std::vector<Piece> cut_axis(const Axis& axis, int64_t rows);
+
+// Pieces of q for the forward, the heaviest first.
+std::vector<Piece> forward_pieces(const SegmentList& list, int64_t rows);
+
+// The backward runs one task per (piece of k, KV head). Several tasks add to the same piece of dq;
+// they take turns in task order. Tasks are drawn in order, so a waiting task only ever waits for
+// tasks that have started.
+struct BackwardPlan {
+  std::vector<Piece> q_pieces, k_pieces;
+  std::vector<int64_t> first_visit;  // per k piece, into turns
+  std::vector<uint32_t> turns;       // turn of each visit (k piece, segment, q piece)
+  std::vector<uint32_t> visits;      // per q piece: how many
+  std::vector<int64_t> partial_row;  // per q piece with several visits: row in the partial sums
+  int64_t partial_rows = 0;
+  std::unique_ptr<std::atomic<uint32_t>[]> done;  // [q pieces, heads]
+};
+
+BackwardPlan backward_plan(const SegmentList& list, int64_t q_rows, int64_t k_rows, int64_t heads);
+
+// Calls visit(q piece) for each q piece of `g` that sees keys [j0, j1) of it, in order.
+template <class F>
+void for_each_visit(const BackwardPlan& plan, const Segment& g, int64_t j0, int64_t j1,
+                    const F& visit) {
+  int64_t lo = g.first_row(j0), hi = g.last_row(j1 - 1);
+  if (hi > g.q_len) hi = g.q_len;
+  if (lo >= hi) return;
+  // Binary search for the piece that holds the first row.
+  int64_t a = 0, b = static_cast<int64_t>(plan.q_pieces.size());
+  while (b - a > 1) {
+    const int64_t mid = (a + b) / 2;
+    (plan.q_pieces[mid].start <= g.q_start + lo ? a : b) = mid;
+  }
+  for (; a < static_cast<int64_t>(plan.q_pieces.size()) && plan.q_pieces[a].start < g.q_start + hi;
+       ++a) {
+    visit(a);
+  }
+}
+
+// Scratch of the calling thread: 64-byte aligned, grows, kept until the thread ends.
+float* scratch_floats(int64_t count);
+
+}  // namespace mdcp

@@ -1,0 +1,95 @@
+// AVX2 + FMA + F16C vectors. Include after `#pragma GCC target`.
+#pragma once
+
+#include <immintrin.h>
+
+#include "convert.h"
+
+namespace mdcp {
+
+struct Avx2 {
+  using V = __m256;
+  static constexpr int W = 8;
+  static constexpr int MR = 6;
+  static constexpr int NV = 2;  // 12 accumulators of 16 registers
+
+  static V zero() { return _mm256_setzero_ps(); }
+  static V set(float x) { return _mm256_set1_ps(x); }
+  static V load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, V v) { _mm256_storeu_ps(p, v); }
+  static V add(V a, V b) { return _mm256_add_ps(a, b); }
+  static V sub(V a, V b) { return _mm256_sub_ps(a, b); }
+  static V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+  static V div(V a, V b) { return _mm256_div_ps(a, b); }
+  static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+  static V max(V a, V b) { return _mm256_max_ps(a, b); }  // b where a lane is NaN
+
+  static V keep(V v, V m) { return _mm256_and_ps(v, _mm256_cmp_ps(m, zero(), _CMP_NEQ_UQ)); }
+
+  // 2^x; exactly 0 below -126.5 (no subnormals), NaN stays NaN, infinite from 128.
+  static V exp2(V x) {
+    x = _mm256_max_ps(set(-127.0f), x);
+    const V bounded = _mm256_min_ps(set(128.0f), x);  // the second operand where NaN
+    const V n = _mm256_round_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const V f = sub(bounded, n);
+    V p = set(1.5461444724808513e-4f);
+    p = fma(p, f, set(1.3400428177711937e-3f));
+    p = fma(p, f, set(9.61805667843204e-3f));
+    p = fma(p, f, set(5.550327226669895e-2f));
+    p = fma(p, f, set(2.4022650922289554e-1f));
+    p = fma(p, f, set(6.931472067028329e-1f));
+    p = fma(p, f, set(1.0f));
+    const __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
+    return mul(p, _mm256_castsi256_ps(_mm256_slli_epi32(e, 23)));
+  }
+  static float sum(V v) {
+    const __m128 a = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 b = _mm_add_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+  }
+  static float highest(V v) {
+    const __m128 a = _mm_max_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    const __m128 b = _mm_max_ps(a, _mm_movehl_ps(a, a));
+    return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+  }
+
+  // dst[c][r] = src[r][c] for 8 x 8 words.
+  static void transpose(const float* src, int64_t ld_src, float* dst, int64_t ld_dst) {
+    V r[8], t[8];
+    for (int i = 0; i < 8; ++i) r[i] = load(src + i * ld_src);
+    for (int i = 0; i < 4; ++i) {
+      t[2 * i] = _mm256_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+      t[2 * i + 1] = _mm256_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      for (int j = 0; j < 2; ++j) {
+        const V a = t[4 * i + j], b = t[4 * i + 2 + j];
+        r[4 * i + 2 * j] = _mm256_shuffle_ps(a, b, 0x44);
+        r[4 * i + 2 * j + 1] = _mm256_shuffle_ps(a, b, 0xee);
+      }
+    }
+    for (int i = 0; i < 4; ++i) {
+      store(dst + i * ld_dst, _mm256_permute2f128_ps(r[i], r[4 + i], 0x20));
+      store(dst + (4 + i) * ld_dst, _mm256_permute2f128_ps(r[i], r[4 + i], 0x31));
+    }
+  }
+
+  static V load_bf16(const uint16_t* p) {
+    const __m128i x = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(x), 16));
+  }
+  static V load_half(const uint16_t* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static void store_bf16(uint16_t* p, V v) {
+    float x[8];
+    store(x, v);
+    for (int i = 0; i < 8; ++i) p[i] = float_to_bf16(x[i]);
+  }
+  static void store_half(uint16_t* p, V v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+};
+
+}  // namespace mdcp

@@ -1,0 +1,101 @@
+// AVX-512 vectors. Include after `#pragma GCC target`; every member is inlined into its caller.
+#pragma once
+
+#include <immintrin.h>
+
+#include "convert.h"
+
+namespace mdcp {
+
+struct Avx512 {
+  using V = __m512;
+  static constexpr int W = 16;  // lanes
+  static constexpr int MR = 6;  // rows of a register tile
+  static constexpr int NV = 4;  // vectors of a register tile: 24 accumulators of 32 registers
+
+  static V zero() { return _mm512_setzero_ps(); }
+  static V set(float x) { return _mm512_set1_ps(x); }
+  static V load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+  static V add(V a, V b) { return _mm512_add_ps(a, b); }
+  static V sub(V a, V b) { return _mm512_sub_ps(a, b); }
+  static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+  static V div(V a, V b) { return _mm512_div_ps(a, b); }
+  static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+  static V max(V a, V b) { return _mm512_max_ps(a, b); }  // b where a lane is NaN
+
+  // v where m is not zero, else 0.
+  static V keep(V v, V m) {
+    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(m, zero(), _CMP_NEQ_UQ), v);
+  }
+
+  // 2^x; exactly 0 below -150, NaN stays NaN. Degree 6: relative error 2.6e-9 before rounding.
+  static V exp2(V x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
+    const V n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const V f = _mm512_sub_ps(x, n);
+    return _mm512_scalef_ps(exp2_polynomial(f), n);
+  }
+  static V exp2_polynomial(V f) {
+    V p = set(1.5461444724808513e-4f);
+    p = fma(p, f, set(1.3400428177711937e-3f));
+    p = fma(p, f, set(9.61805667843204e-3f));
+    p = fma(p, f, set(5.550327226669895e-2f));
+    p = fma(p, f, set(2.4022650922289554e-1f));
+    p = fma(p, f, set(6.931472067028329e-1f));
+    return fma(p, f, set(1.0f));
+  }
+  static float sum(V v) { return _mm512_reduce_add_ps(v); }
+  static float highest(V v) { return _mm512_reduce_max_ps(v); }
+
+  // dst[c][r] = src[r][c] for 16 x 16 words; leading dimensions in words.
+  static void transpose(const float* src, int64_t ld_src, float* dst, int64_t ld_dst) {
+    V r[16], t[16];
+    for (int i = 0; i < 16; ++i) r[i] = load(src + i * ld_src);
+    for (int i = 0; i < 8; ++i) {
+      t[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+      t[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 2; ++j) {
+        const __m512d a = _mm512_castps_pd(t[4 * i + j]), b = _mm512_castps_pd(t[4 * i + 2 + j]);
+        r[4 * i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b));
+        r[4 * i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+      }
+    }
+    for (int i = 0; i < 4; ++i) {
+      t[i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0x88);
+      t[4 + i] = _mm512_shuffle_f32x4(r[i], r[4 + i], 0xdd);
+      t[8 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0x88);
+      t[12 + i] = _mm512_shuffle_f32x4(r[8 + i], r[12 + i], 0xdd);
+    }
+    for (int i = 0; i < 8; ++i) {
+      store(dst + i * ld_dst, _mm512_shuffle_f32x4(t[i], t[8 + i], 0x88));
+      store(dst + (8 + i) * ld_dst, _mm512_shuffle_f32x4(t[i], t[8 + i], 0xdd));
+    }
+  }
+
+  // 16 elements of a 16-bit type.
+  static V load_bf16(const uint16_t* p) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+  }
+  static V load_half(const uint16_t* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static void store_bf16(uint16_t* p, V v) {
+    const __m512i u = _mm512_castps_si512(v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    r = _mm512_mask_or_epi32(r, nan, u, _mm512_set1_epi32(0x400000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16)));
+  }
+  static void store_half(uint16_t* p, V v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+};
+
+}  // namespace mdcp

@@ -1,0 +1,324 @@
+// Segment attention backward on register tiles. One task is a piece of keys of one KV head; it
+// walks over the q pieces that see them. All products are taken on transposed scores (rows are
+// keys), so that only dq needs a transpose, once per (q piece, k piece):
+//   s' = K Q', dp' = V dO', dV += p' dO, dK += ds' Q, dQ' = K' ds'.
+// dV and dK stay with the task. dQ pieces are added in task order (BackwardPlan).
+#pragma once
+
+#include <thread>
+
+#include "vector_forward.h"
+
+namespace mdcp {
+
+template <class S, class M>
+struct Backward {
+  using T = Tiles<S, M>;
+  using V = typename S::V;
+  static constexpr int W = S::W;
+  static constexpr int64_t kQ = T::kPanel;  // rows of a q piece: one panel
+  static constexpr int64_t kStrip = 48;     // keys whose scores are alive at once
+  static constexpr int64_t kQUnits = kQ / T::kPer;
+
+  const BackwardArgs& a;
+  const SegmentList& list;
+  const BackwardPlan& plan;
+  float* partial;  // [partial rows, heads, dim], float32 sums of dq for 16-bit outputs
+  const int64_t group, dim, du, depth, wide, panels, max_keys;
+  float *k_rows, *v_rows, *k_columns, *dk, *dv;
+  float *q_t, *dout_t, *q_n, *dout_n, *lse, *delta;
+  float *s, *dp, *p_a, *ds_a, *ds_b, *dq_t, *spare, *keep;
+
+  static int64_t piece_keys(const Shape& shape) { return shape.dim <= 64 ? 256 : 128; }
+
+  Backward(const BackwardArgs& args, const SegmentList& segments, const BackwardPlan& backward,
+           float* sums)
+      : a(args),
+        list(segments),
+        plan(backward),
+        partial(sums),
+        group(args.shape.heads / args.shape.kv_heads),
+        dim(args.shape.dim),
+        du(T::units(dim)),
+        depth(round_up(du, W)),
+        wide(round_up(dim, W)),
+        panels(round_up(dim, T::kPanel) / T::kPanel),
+        max_keys(piece_keys(args.shape)) {
+    float* at = nullptr;
+    for (int pass = 0; pass < 2; ++pass) {  // first count, then hand out
+      int64_t used = 0;
+      auto take = [&](float*& p, int64_t n) {
+        p = at ? at + used : nullptr;
+        used += round_up(n, 16);
+      };
+      take(k_rows, max_keys * depth);
+      take(v_rows, max_keys * depth);
+      take(k_columns, wide * round_up(T::units(max_keys), W));
+      take(dk, max_keys * wide);
+      take(dv, max_keys * wide);
+      take(q_t, depth * kQ);
+      take(dout_t, depth * kQ);
+      take(q_n, panels * T::kPanel * round_up(kQUnits, W));
+      take(dout_n, panels * T::kPanel * round_up(kQUnits, W));
+      take(lse, kQ);
+      take(delta, kQ);
+      take(s, kStrip * kQ);
+      take(dp, kStrip * kQ);
+      take(p_a, kStrip * kQ);
+      take(ds_a, kStrip * kQ);
+      take(ds_b, round_up(T::units(max_keys), W) * kQ);
+      take(dq_t, wide * kQ);
+      take(spare,
+           std::max({W * depth, 2 * wide, panels * T::kPanel * max_keys / T::kPer, kQ * wide}));
+      take(keep, kStrip * kQ);
+      if (!at) at = scratch_floats(used);
+    }
+  }
+
+  void run(int64_t piece_index, int64_t kv) {
+    const Piece& piece = plan.k_pieces[piece_index];
+    const bool empty = piece.first_ref == piece.last_ref;
+    if (empty && a.accumulate) return;
+    for (int64_t r = 0; r < piece.len * wide; r += W) {
+      S::store(dk + r, S::zero());
+      S::store(dv + r, S::zero());
+    }
+    if (!empty) {
+      const int64_t panel = max_keys / T::kPer * T::kPanel;
+      T::pack_rows(k_rows, depth, a.k, piece.start, kv, piece.len, dim);
+      T::pack_rows(v_rows, depth, a.v, piece.start, kv, piece.len, dim);
+      T::pack_natural(spare, panel, a.k, piece.start, kv, piece.len, dim, q_t);
+      T::transpose_natural(k_columns, column_stride(), spare, panel, piece.len, dim);
+    }
+    for (int64_t h = kv * group; h < (kv + 1) * group; ++h) {
+      const uint32_t* turn = plan.turns.data() + plan.first_visit[piece_index];
+      for (int32_t ref = piece.first_ref; ref < piece.last_ref; ++ref) {
+        const Segment& g = list.segments[list.k.refs[ref]];
+        const int64_t j = piece.start - g.k_start;
+        for_each_visit(plan, g, j, j + piece.len,
+                       [&](int64_t q_piece) { visit(piece, g, q_piece, h, *turn++); });
+      }
+    }
+    for (int64_t r = 0; r < piece.len; ++r) {
+      T::store_floats(a.dk, piece.start + r, kv, dim, dk + r * wide, 1.0f, a.accumulate);
+      T::store_floats(a.dv, piece.start + r, kv, dim, dv + r * wide, 1.0f, a.accumulate);
+    }
+  }
+
+ private:
+  int64_t column_stride() const { return round_up(T::units(max_keys), W); }
+
+  void visit(const Piece& keys, const Segment& g, int64_t q_index, int64_t head, uint32_t turn) {
+    const Piece& rows = plan.q_pieces[q_index];
+    load_rows(rows, head);
+    const int64_t i0 = rows.start - g.q_start, j0 = keys.start - g.k_start;
+    int64_t begin = keys.len, end = 0;  // strips with anything visible are adjacent
+    for (int64_t k = 0; k < keys.len; k += kStrip) {
+      const int64_t n = std::min(kStrip, keys.len - k);
+      const int64_t lo = std::max<int64_t>(0, g.first_row(j0 + k) - i0);
+      const int64_t hi = std::min(rows.len, g.last_row(j0 + k + n - 1) - i0);
+      if (lo >= hi) continue;
+      strip(rows, keys, g, head, k, n, lo / W, (hi + W - 1) / W);
+      begin = std::min(begin, k);
+      end = k + n;
+    }
+    const int64_t first = begin / T::kPer, count = T::units(end) - first;
+    if (begin < end) {
+      T::template product<false>(wide, 0, T::kPanel / W, count, k_columns + first, column_stride(),
+                                 ds_b + first * kQ, 0, dq_t, kQ);
+    }
+    add_dq(rows, q_index, head, turn, begin < end);
+  }
+
+  void load_rows(const Piece& rows, int64_t head) {
+    const int64_t panel = round_up(kQUnits, W) * T::kPanel;
+    T::pack_transposed(q_t, depth, a.q, rows.start, head, rows.len, dim, spare);
+    T::pack_transposed(dout_t, depth, a.dout, rows.start, head, rows.len, dim, spare);
+    T::pack_natural(q_n, panel, a.q, rows.start, head, rows.len, dim, spare);
+    T::pack_natural(dout_n, panel, a.dout, rows.start, head, rows.len, dim, spare);
+    for (int64_t r = 0; r < kQ; ++r) {
+      const bool inside = r < rows.len;
+      const float* l = static_cast<const float*>(a.lse.data) + head * a.lse.head_stride;
+      const float* d = static_cast<const float*>(a.delta.data) + head * a.delta.head_stride;
+      const float x = inside ? l[(rows.start + r) * a.lse.row_stride] : -kInfinity;
+      lse[r] = x == -kInfinity ? kInfinity : x * kLog2e;  // a dead row has probability 0
+      delta[r] = x == -kInfinity ? 0.0f : d[rows.start + r];
+    }
+  }
+
+  // Keys [k, k + n) of the piece against q columns [first, last) in vectors.
+  void strip(const Piece& rows, const Piece& keys, const Segment& g, int64_t head, int64_t k,
+             int64_t n, int64_t first, int64_t last) {
+    T::template product<false>(n, first, last, du, k_rows + k * depth, depth, q_t, 0, s, kQ);
+    T::template product<false>(n, first, last, du, v_rows + k * depth, depth, dout_t, 0, dp, kQ);
+    if (a.options.dropout.probability > 0) fill_keep(rows, keys, head, k, n);
+    const int64_t i0 = rows.start - g.q_start, j0 = keys.start - g.k_start + k;
+    for (int64_t x = 0; x < n; ++x) {
+      const int64_t lo = std::max<int64_t>(0, g.first_row(j0 + x) - i0);
+      const int64_t hi = std::max(lo, std::min(rows.len, g.last_row(j0 + x) - i0));
+      pair_row(x, first * W, last * W, lo, hi);
+    }
+    const int64_t skip = first * W / T::kPer, inside = (last - first) * W / T::kPer;
+    const int64_t panel = round_up(kQUnits, W) * T::kPanel;
+    float *p_rows = s, *ds_rows = dp;
+    if constexpr (M::kPairs) {
+      for (int64_t x = 0; x < n; ++x) {
+        M::narrow(p_a + x * kQUnits + skip, s + x * kQ + first * W, (last - first) * W);
+        M::narrow(ds_a + x * kQUnits + skip, dp + x * kQ + first * W, (last - first) * W);
+      }
+      p_rows = p_a;
+      ds_rows = ds_a;
+    }
+    T::template product<true>(n, 0, wide / W, inside, p_rows + skip, kQUnits,
+                              dout_n + skip * T::kPanel, panel, dv + k * wide, wide);
+    T::template product<true>(n, 0, wide / W, inside, ds_rows + skip, kQUnits,
+                              q_n + skip * T::kPanel, panel, dk + k * wide, wide);
+    keep_ds(k, n, first * W, last * W);
+  }
+
+  // Row x of the strip: s becomes p (after dropout), dp becomes ds; 0 outside columns [lo, hi).
+  void pair_row(int64_t x, int64_t first, int64_t last, int64_t lo, int64_t hi) {
+    float *ps = s + x * kQ, *pd = dp + x * kQ;
+    const float scale = static_cast<float>(a.options.scale);
+    const float softcap = static_cast<float>(a.options.softcap);
+    const bool drop = a.options.dropout.probability > 0;
+    for (int64_t i = first; i < last; i += W) {
+      V t, slope = S::set(scale);
+      if (softcap > 0) {
+        t = capped<S>(S::mul(S::load(ps + i), S::set(scale)), softcap);
+        const V y = S::mul(t, S::set(1.0f / (softcap * kLog2e)));
+        slope = S::mul(slope, S::sub(S::set(1.0f), S::mul(y, y)));
+        t = S::sub(t, S::load(lse + i));
+      } else {
+        t = S::fma(S::load(ps + i), S::set(scale * kLog2e), S::sub(S::zero(), S::load(lse + i)));
+      }
+      V p = S::exp2(t), d = S::load(pd + i), dropped = p;
+      if (i < lo || i + W > hi) {
+        float m[W];
+        for (int64_t c = 0; c < W; ++c) m[c] = i + c >= lo && i + c < hi ? 1.0f : 0.0f;
+        p = S::keep(p, S::load(m));
+        d = S::keep(d, S::load(m));
+        dropped = p;
+      }
+      if (drop) {
+        const V factor = S::load(keep + x * kQ + i);
+        dropped = S::mul(p, factor);
+        d = S::mul(d, factor);
+      }
+      S::store(ps + i, dropped);
+      S::store(pd + i, S::mul(S::mul(p, S::sub(d, S::load(delta + i))), slope));
+    }
+  }
+
+  // ds of the strip as rows of B for dQ'; columns outside [first, last) are zero.
+  void keep_ds(int64_t k, int64_t n, int64_t first, int64_t last) {
+    for (int64_t x = 0; x < n; x += T::kPer) {
+      float* out = ds_b + (k + x) / T::kPer * kQ;
+      for (int64_t i = 0; i < first; i += W) S::store(out + i, S::zero());
+      for (int64_t i = last; i < kQ; i += W) S::store(out + i, S::zero());
+      for (int64_t i = first; i < last; i += W) {
+        const V low = S::load(dp + x * kQ + i);
+        if constexpr (M::kPairs) {
+          const V high = x + 1 < n ? S::load(dp + (x + 1) * kQ + i) : S::zero();
+          S::store(out + i, M::zip_floats(low, high));
+        } else {
+          S::store(out + i, low);
+        }
+      }
+    }
+  }
+
+  void fill_keep(const Piece& rows, const Piece& keys, int64_t head, int64_t k, int64_t n) {
+    for (int64_t r = 0; r < rows.len; ++r) {
+      DropoutRow mask(a.options.dropout, rows.start + r, head);
+      for (int64_t x = 0; x < n; ++x) {
+        keep[x * kQ + r] = static_cast<float>(mask.factor(keys.start + k + x));
+      }
+    }
+    for (int64_t r = rows.len; r < kQ; ++r) {
+      for (int64_t x = 0; x < n; ++x) keep[x * kQ + r] = 0.0f;
+    }
+  }
+
+  void add_dq(const Piece& rows, int64_t q_index, int64_t head, uint32_t turn, bool any) {
+    const int64_t tokens = round_up(rows.len, W);
+    if (any) {
+      for (int64_t d = 0; d < wide; d += W) {
+        for (int64_t r = 0; r < tokens; r += W) {
+          S::transpose(dq_t + d * kQ + r, kQ, spare + r * wide + d, wide);
+        }
+      }
+    } else {
+      for (int64_t i = 0; i < tokens * wide; i += W) S::store(spare + i, S::zero());
+    }
+    std::atomic<uint32_t>& done = plan.done[q_index * a.shape.heads + head];
+    for (int spins = 0; done.load(std::memory_order_acquire) != turn; ++spins) {
+      if (spins > 64) std::this_thread::yield();
+    }
+    const uint32_t visits = plan.visits[q_index];
+    const bool last = turn + 1 == visits;
+    if (a.dq.dtype == DType::kFloat32 || visits == 1) {
+      const bool add = a.accumulate || turn > 0;
+      for (int64_t r = 0; r < rows.len; ++r) {
+        T::store_floats(a.dq, rows.start + r, head, dim, spare + r * wide, 1.0f, add);
+      }
+    } else {
+      const Rows sums{partial, DType::kFloat32, a.shape.heads * dim, dim};
+      const int64_t base = plan.partial_row[q_index];
+      for (int64_t r = 0; r < rows.len; ++r) {
+        T::store_floats(sums, base + r, head, dim, spare + r * wide, 1.0f, turn > 0);
+        if (last) {
+          const float* total = static_cast<const float*>(sums.at(base + r, head));
+          T::store_floats(a.dq, rows.start + r, head, dim, total, 1.0f, false);
+        }
+      }
+    }
+    done.store(turn + 1, std::memory_order_release);
+  }
+};
+
+// delta = rowsum(dout * out) - dlse, and zeros in the dq rows that no task visits.
+template <class S, class M>
+void backward_rows(const BackwardArgs& a, const BackwardPlan& plan, const Parallel& parallel) {
+  using T = Tiles<S, M>;
+  const int64_t dim = a.shape.dim, wide = round_up(dim, S::W);
+  parallel(static_cast<int64_t>(plan.q_pieces.size()), [&](int64_t index) {
+    const Piece& piece = plan.q_pieces[index];
+    if (plan.visits[index] == 0 && a.accumulate) return;
+    float* x = scratch_floats(2 * wide);
+    float* y = x + wide;
+    for (int64_t d = 0; d < 2 * wide; d += S::W) S::store(x + d, S::zero());
+    for (int64_t h = 0; h < a.shape.heads; ++h) {
+      for (int64_t row = piece.start; row < piece.start + piece.len; ++row) {
+        if (plan.visits[index] == 0) {
+          T::store_floats(a.dq, row, h, dim, x, 1.0f, false);
+          continue;
+        }
+        T::load_floats(x, a.out, row, h, dim);
+        T::load_floats(y, a.dout, row, h, dim);
+        typename S::V total = S::zero();
+        for (int64_t d = 0; d < wide; d += S::W) {
+          total = S::fma(S::load(x + d), S::load(y + d), total);
+        }
+        float value = S::sum(total);
+        if (a.dlse.data) {
+          value -= static_cast<const float*>(
+              a.dlse.data)[h * a.dlse.head_stride + row * a.dlse.row_stride];
+        }
+        static_cast<float*>(a.delta.data)[h * a.delta.head_stride + row] = value;
+      }
+    }
+  });
+}
+
+template <class S, class M>
+void vector_backward(const BackwardArgs& a, const SegmentList& list, const Parallel& parallel,
+                     const BackwardPlan& plan, float* partial) {
+  backward_rows<S, M>(a, plan, parallel);
+  const int64_t kv_heads = a.shape.kv_heads;
+  parallel(static_cast<int64_t>(plan.k_pieces.size()) * kv_heads, [&](int64_t task) {
+    Backward<S, M>(a, list, plan, partial).run(task / kv_heads, task % kv_heads);
+  });
+}
+
+}  // namespace mdcp

@@ -1,0 +1,210 @@
+"""Every CPU path this machine has: error bars against float64, and bits that do not depend on the
+number of threads or on what is packed beside a sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_dcp import _C, ops
+from megatron_dcp.ops.reference import varlen_attention_reference
+from megatron_dcp.ops.segments import band_segment, full_segment, segment_tensor
+
+
+def usable(path):
+    try:
+        _C.limit_cpu_path(path)
+    except ValueError:
+        return False
+    finally:
+        _C.limit_cpu_path("best")
+    return True
+
+
+PATHS = [p for p in ("scalar", "avx2", "avx512", "avx512_bf16") if usable(p)]
+LOW = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(params=PATHS)
+def path(request):
+    _C.limit_cpu_path(request.param)
+    yield request.param
+    _C.limit_cpu_path("best")
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def make(total_q, total_k, heads=4, kv_heads=2, dim=64, dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    shapes = [(total_q, heads, dim), (total_k, kv_heads, dim), (total_k, kv_heads, dim)]
+    return [torch.randn(s, generator=g).to(dtype) for s in shapes]
+
+
+def cu(lengths):
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def outputs(fn, tensors, weight):
+    leaves = [t.detach().clone().requires_grad_() for t in tensors]
+    out = fn(*leaves)
+    out.backward(weight.to(out.dtype))
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def sdpa(lengths):
+    """torch's own attention, one call a sequence."""
+
+    def run(q, k, v):
+        parts = [x.split(lengths) for x in (q, k, v)]
+        out = [
+            F.scaled_dot_product_attention(
+                *(x.transpose(0, 1)[None] for x in qkv), is_causal=True, enable_gqa=True
+            )[0].transpose(0, 1)
+            for qkv in zip(*parts, strict=True)
+        ]
+        return torch.cat(out)
+
+    return run
+
+
+def errors(got, want):
+    return [
+        float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(got, want, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dim", [8, 40, 64, 96, 128, 256])
+def test_float32_error_is_at_most_twice_that_of_torch(path, dim):
+    lengths = [300, 5, 64, 1]
+    c = cu(lengths)
+    tensors = make(370, 370, dim=dim)
+    weight = torch.randn(370, 4, dim)
+    want = outputs(
+        lambda *t: varlen_attention_reference(*t, c, c)[0],
+        [t.double() for t in tensors],
+        weight.double(),
+    )
+    ours = errors(outputs(lambda *t: ops.varlen_attention(*t, c, c)[0], tensors, weight), want)
+    theirs = errors(outputs(sdpa(lengths), tensors, weight), want)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a <= 2 * b + 1e-6, (ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 1, 64), (1, 1, 128), (2, 2, 40)])
+def test_16_bit_error_is_at_most_twice_that_of_the_naive_version(path, dtype, heads, kv_heads, dim):
+    lengths = [261, 3, 20]
+    c = cu(lengths)
+    tensors = make(284, 284, heads, kv_heads, dim, dtype)
+    weight = torch.randn(284, heads, dim).to(dtype)
+
+    def naive(*t):
+        return varlen_attention_reference(*t, c, c)[0]
+
+    want = outputs(naive, [t.double() for t in tensors], weight.double())
+    theirs = errors(outputs(naive, tensors, weight), want)
+    ours = errors(outputs(lambda *t: ops.varlen_attention(*t, c, c)[0], tensors, weight), want)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a <= 2 * b, (ours, theirs)
+
+
+def everything(tensors, c, dtype, options):
+    weight = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(3)).to(dtype)
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    out, lse = ops.varlen_attention(*leaves, c, c, **options)
+    out.backward(weight)
+    return [out.detach(), lse.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"causal": False, "window_size": (70, 30)}], ids=str)
+def test_bits_do_not_depend_on_threads(path, threads, dtype, options):
+    c = cu([400, 3, 40])
+    tensors = make(443, 443, 3, 1, 64, dtype)
+    threads(1)
+    one = everything(tensors, c, dtype, options)
+    for n in (2, 3):
+        threads(n)
+        for a, b in zip(one, everything(tensors, c, dtype, options), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bits_do_not_depend_on_packing(path, dtype):
+    lengths = [37, 520, 1, 90]
+    c = cu(lengths)
+    tensors = make(sum(lengths), sum(lengths), 4, 2, 48, dtype)
+    weight = torch.randn(tensors[0].shape).to(dtype)
+
+    def run(parts, bounds, w):
+        leaves = [t.clone().requires_grad_() for t in parts]
+        out, _ = ops.varlen_attention(*leaves, bounds, bounds)
+        out.backward(w)
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    packed = run(tensors, c, weight)
+    for start, n in zip(c.tolist(), lengths, strict=False):
+        rows = slice(start, start + n)
+        alone = run([t[rows] for t in tensors], cu([n]), weight[rows])
+        for a, b in zip(packed, alone, strict=True):
+            assert torch.equal(a[rows], b)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
+def test_merged_segments_agree_with_the_scalar_path(path, dtype):
+    q, k, v = make(500, 600, 2, 1, 64, dtype)
+    segments = segment_tensor(
+        [
+            full_segment(3, 300, 10, 290),
+            band_segment(200, 290, 295, 280, q_position=40, k_position=0, left=99),
+        ]
+    )
+    dout = torch.randn(500, 2, 64)
+
+    def run():
+        out, lse = ops.new_accumulators(q)
+        for part in segments.split(1):
+            ops.segment_attention_forward(q, k, v, part, out, lse, softcap=5.0)
+        sums = [torch.zeros(x.shape) for x in (q, k, v)]
+        for part in segments.split(1):
+            ops.segment_attention_backward(
+                dout, q, k, v, out, lse, part, *sums, softcap=5.0, dlse=torch.ones_like(lse)
+            )
+        return [out, torch.where(torch.isfinite(lse), lse, 0.0), *sums]
+
+    got = run()
+    _C.limit_cpu_path("scalar")
+    want = run()
+    tolerance = 1e-5 if dtype != torch.bfloat16 or path != "avx512_bf16" else 2e-2
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_dropout_masks_are_the_same_on_every_path(path):
+    q, k, v = make(300, 300, 2, 1, 32)
+    c, positions = cu([180, 120]), torch.cat([torch.arange(180), torch.arange(120)])
+    options = {
+        "dropout_p": 0.2,
+        "rng_key": ops.make_rng_key(1, 2),
+        "sample_ids": torch.tensor([4] * 180 + [9] * 120),
+        "q_positions": positions,
+        "k_positions": positions,
+    }
+    got = everything([q, k, v], c, torch.float32, options)
+    _C.limit_cpu_path("scalar")
+    want = everything([q, k, v], c, torch.float32, options)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_unknown_path_is_refused():
+    with pytest.raises(ValueError, match="best, scalar, avx2"):
+        _C.limit_cpu_path("sse9")
+    with pytest.raises(ValueError, match="float64, float32"):
+        _C.cpu_path("int8")
