@@ -162,3 +162,24 @@ def profile(
         budget_bytes=hw.budget_bytes,
         fingerprint={"hardware": hw.name, "model": spec.name, "source": "analytic preset"},
     )
+
+
+def always_recomputed(p: CostProfile) -> CostProfile:
+    """The profile of a run that checkpoints every layer in every microbatch, needed or not.
+
+    Linear, attention and communication take their full recompute fraction more, and a layer keeps
+    its checkpoint only; nothing is left for a plan to choose.
+    """
+    f = p.recompute_fraction
+    links = tuple(replace(row, us_per_byte=row.us_per_byte * (1 + f.comm)) for row in p.links)
+    return replace(
+        p,
+        name=f"{p.name}+checkpointed",
+        linear_us_per_token=p.linear_us_per_token * (1 + f.linear),
+        attn_us_per_pair=p.attn_us_per_pair * (1 + f.attention),
+        attn_spatial_us_per_pair=p.attn_spatial_us_per_pair * (1 + f.attention),
+        attn_temporal_us_per_pair=p.attn_temporal_us_per_pair * (1 + f.attention),
+        links=links,
+        recompute_fraction=RecomputeFraction(linear=0.0, attention=0.0, comm=0.0),
+        kept_bytes_per_token_layer=p.checkpoint_bytes_per_token_layer,
+    )

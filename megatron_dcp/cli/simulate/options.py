@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
 
 from megatron_dcp.cost import CostProfile, resolve
+from megatron_dcp.cost.derive import always_recomputed
 from megatron_dcp.cost.derive import profile as analytic
 from megatron_dcp.cost.models import MODELS
 from megatron_dcp.data.generators import LENGTH_PRESETS, generate
+from megatron_dcp.data.lengths import read_lengths
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Topology, Workload, lockstep_ranks
 from megatron_dcp.sim import Contention, Noise, ReplayOptions
@@ -44,6 +46,8 @@ class SimulateOptions:
     """With --hardware: memory of a rank; with --cost: the budget. 1e9 bytes."""
     lockstep: str = "1"
     """1 | node | all | ranks per lockstep domain."""
+    recompute: Literal["auto", "off", "always"] = "auto"
+    """auto: as plans choose; off: never; always: every layer of every microbatch, needed or not."""
     strategies: str = "bucket,packed,static,dcp"
     """Names separated by commas, or all."""
     seeds: int = 1
@@ -70,6 +74,8 @@ class SimulateOptions:
     """Cross-node transfers that the network carries at full rate at once; default: all."""
     node_senders: float | None = None
     """The same for the ranks of one node; default: all."""
+    overlap_reduction: bool = False
+    """Hide the gradient reduction under the last backward of the slowest rank."""
     plan_limit_s: float = 120.0
     """Planning time of one strategy after which its remaining steps are left out (and said so)."""
     presets: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -100,6 +106,10 @@ class SimulateOptions:
         return lockstep_ranks(self.lockstep, self.topology)
 
     def profile(self) -> CostProfile:
+        found = self._profile()
+        return always_recomputed(found) if self.recompute == "always" else found
+
+    def _profile(self) -> CostProfile:
         if self.hardware is not None and self.model is not None:
             return analytic(
                 self.hardware, self.model, self.topology, lockstep=self.domain,
@@ -116,6 +126,7 @@ class SimulateOptions:
             ),
             noise=Noise(slot=self.noise_slot, rank=self.noise_rank, seed=seed),
             parameters=parameters,
+            overlap_reduction=self.overlap_reduction,
             keep_spans=False,
         )
 
@@ -126,7 +137,7 @@ class SimulateOptions:
             chosen = pool(step)
             yield chosen if self.context is None else cut(chosen, self.context)
 
-    def _pool(self, seed: int):  # type: ignore[no-untyped-def]
+    def _pool(self, seed: int) -> Callable[[int], Workload]:
         if self.lengths.startswith("preset:"):
             name = self.lengths.partition(":")[2]
             if name not in LENGTH_PRESETS:
@@ -141,7 +152,7 @@ class SimulateOptions:
                 return Workload(lengths=drawn.lengths[part], shapes=shapes)
 
             return slice_of
-        lengths = np.asarray(read_file(self.lengths), dtype=np.int64)
+        lengths = np.asarray(read_lengths(self.lengths), dtype=np.int64)
 
         def draw(step: int) -> Workload:
             rng = np.random.default_rng([seed, step])
@@ -149,12 +160,6 @@ class SimulateOptions:
             return Workload(lengths=tuple(int(x) for x in chosen))
 
         return draw
-
-
-def read_file(spec: str) -> list[int]:
-    from megatron_dcp.data.lengths import read_lengths
-
-    return list(read_lengths(spec))
 
 
 def cut(workload: Workload, limit: int) -> Workload:

@@ -82,7 +82,7 @@ def _run_strategy(
             break
         request = PlanRequest(
             workload=workload, topology=options.topology, profile=profile,
-            lockstep=options.domain, step=step,
+            lockstep=options.domain, step=step, recompute=options.recompute != "off",
         )  # fmt: skip
         try:
             plan = make_plan(request, name)

@@ -133,13 +133,14 @@ def test_noise_is_seeded_and_slows_wide_blocks_more(plans):
 def test_gradient_reduction_by_hand(plans):
     p = plans.profile()
     plan = plans.build(p, EIGHT, [100] * 8, [(0, r, 1, "local", 1, 0, [r]) for r in range(8)])
-    options = ReplayOptions(parameters=1_000_000, overlap_reduction=False)
+    options = ReplayOptions(parameters=1_000_000)
     # 6 bytes a weight, 7/8 of them sent, 0.01 us/byte over 4 ports; 2 * 3 messages of 5 us
     full = 6e6 * 7 / 8 * max(0.001, 0.01 / 4) + 2 * 3 * 5
     r = replay(plan, p, options)
     assert r.reduction_us == r.reduction_full_us == pytest.approx(full)
     assert r.step_us == r.makespan_us + r.reduction_us
-    hidden = replay(plan, p, ReplayOptions(parameters=1_000_000)).reduction_us
+    overlap = ReplayOptions(parameters=1_000_000, overlap_reduction=True)
+    hidden = replay(plan, p, overlap).reduction_us
     assert full / 4 <= hidden < full
     zero3 = plans.build(
         p, EIGHT, [100] * 8, [(0, r, 1, "local", 1, 0, [r]) for r in range(8)], lockstep=8

@@ -1,0 +1,97 @@
+"""`mdcp simulate` from the command line: shapes of the output, exit codes, report, sweeps."""
+
+import json
+
+import pytest
+
+from megatron_dcp.cli.main import main
+
+FAST = ["simulate", "--ranks", "16", "--batch", "48", "--steps", "2"]
+VIDEO = ["--hardware", "h200", "--model", "dit-1.2b-2d", "--lengths", "preset:video-short"]
+
+
+def run_json(capsys, *args):
+    code = main([*FAST, "--json", *args])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_json_is_one_object_of_the_documented_shape(capsys):
+    code, obj = run_json(capsys, "--lengths", "preset:wiki", "--strategies", "static,dcp")
+    assert code == 0
+    assert obj["schema"] == "mdcp.simulate/1"
+    assert obj["ranks"] == 16
+    assert list(obj["strategies"]) == ["static", "dcp"]
+    for row in obj["strategies"].values():
+        assert set(row) == {
+            "step_ms", "speedup_vs", "idle", "comm", "recompute", "padding", "planner_ms"
+        }  # fmt: skip
+        assert set(row["step_ms"]) == {"mean", "std"}
+        assert set(row["speedup_vs"]) == {"bucket", "packed", "static"}
+        assert 0 <= row["idle"] < 1
+    assert obj["strategies"]["dcp"]["speedup_vs"]["static"] >= 1.0
+    assert all(d["prediction_error"] < 1e-6 for d in obj["details"].values())
+
+
+def test_equal_calls_give_equal_numbers(capsys):
+    args = (*VIDEO, "--strategies", "dcp", "--noise-slot", "0.05", "--seeds", "2")
+    _, first = run_json(capsys, *args)
+    _, second = run_json(capsys, *args)
+    for obj in (first, second):
+        obj["strategies"]["dcp"].pop("planner_ms")
+    assert first == second
+
+
+def test_table_names_every_strategy_and_that_it_is_simulated(capsys):
+    assert main([*FAST, *VIDEO, "--strategies", "bucket:4,dcp-inter,dcp"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("simulated:")
+    for name in ("bucket:4", "dcp-inter", "dcp", "x bucket", "idle", "padding"):
+        assert name in out
+
+
+def test_report_folder_with_sweeps(tmp_path, capsys):
+    args = [*FAST, *VIDEO, "--strategies", "static,dcp", "--out", str(tmp_path / "sim"),
+            "--sweep", "network,context"]  # fmt: skip
+    assert main(args) == 0
+    page = (tmp_path / "sim" / "index.html").read_text()
+    for text in ("Simulated comparison", "Sweep: network", "Sweep: context", "Degree by sample"):
+        assert text in page
+    names = {p.name for p in (tmp_path / "sim").iterdir()}
+    assert {"index.html", "simulate.json", "plans", "step_times.png", "sweep_network.png"} <= names
+    assert json.loads((tmp_path / "sim" / "simulate.json").read_text())["ranks"] == 16
+
+
+def test_checkpointing_everything_costs_about_a_third(capsys):
+    args = (*VIDEO, "--strategies", "static")
+    _, free = run_json(capsys, *args)
+    _, always = run_json(capsys, *args, "--recompute", "always")
+    ratio = [o["strategies"]["static"]["step_ms"]["mean"] for o in (always, free)]
+    assert 1.2 < ratio[0] / ratio[1] < 1.4
+
+
+def test_length_files_and_context_limit(tmp_path, capsys):
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(["100", "50000", "700"] * 20))
+    args = ("--lengths", str(file), "--strategies", "dcp")
+    _, whole = run_json(capsys, *args)
+    _, cut = run_json(capsys, *args, "--context", "1000")
+    mean = [o["strategies"]["dcp"]["step_ms"]["mean"] for o in (cut, whole)]
+    assert mean[0] < mean[1] / 5
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--strategies", "fastest"], "unknown strategy"),
+        (["--lengths", "preset:books"], "known presets"),
+        (["--hardware", "h200"], "go together"),
+        (["--sweep", "colour"], "known axes"),
+        (["--sweep", "memory"], "pass --hardware"),
+        (["--steps", "0"], ">= 1"),
+    ],
+)
+def test_bad_usage_exits_2_with_the_reason(args, words, capsys):
+    assert main([*FAST, *args]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
