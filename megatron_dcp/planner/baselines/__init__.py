@@ -20,6 +20,7 @@ BASELINES: dict[str, tuple[str, str, str | None]] = {
     "dcp-intra": ("dcp_paper", "dcp_intra", "`profile`: the profiled degree and batch as they are"),
     "dcp-intra-2024": ("dcp_page", "dcp_intra_2024", None),
     "megatron": ("megatron", "megatron", "the most tokens per rank"),
+    "flexsp": ("flexsp", "flexsp", "the solver's seconds for the whole step"),
     "kk": ("kk", "kk", "the degree; without it the best one"),
     "wlb": ("wlb", "wlb", "the degree; without it the best one"),
 }
