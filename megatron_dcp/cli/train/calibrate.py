@@ -1,0 +1,194 @@
+"""A quick cost profile of this model on these ranks, fitted at the start of `mdcp train`.
+
+Times a few packs forward and backward on every rank at once (so that shared caches and memory are
+loaded as in training), with and without recomputation, and a few messages of the degree-2 size over
+the same wire, link model included. The linear, attention and overhead coefficients are fitted by
+robust non-negative least squares; memory is counted with saved-tensor hooks. All ranks take the
+profile of rank 0, so plans agree.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_dcp.cost import CostProfile, Link, ModelShape
+from megatron_dcp.cost.fit import Fit, fit
+from megatron_dcp.cost.profile import Overhead, RecomputeFraction
+from megatron_dcp.dist import DataWorld, PlacementContext, local_context
+
+RunPack = Callable[[PlacementContext, int], None]  # (context, recomputed layers)
+
+# Lengths of each timed pack: short samples (linear term, overhead) to long ones (attention).
+PACKS: tuple[tuple[int, ...], ...] = (
+    (64,) * 4,
+    (128,) * 16,
+    (512,) * 8,
+    (1024,) * 2,
+    (2048,) * 2,
+    (4096,),
+    (8192,),
+)
+RECOMPUTE_PACKS: tuple[tuple[int, ...], ...] = ((128,) * 16, (512,) * 8, (4096,))
+MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 19, 1 << 21)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeFit:
+    """us per token, us per pair, us per microbatch; extra fractions under full recompute."""
+
+    linear: float
+    attention: float
+    overhead: float
+    recompute_linear: float
+    recompute_attention: float
+    error: float
+    points: int
+
+
+def fit_compute(
+    world: DataWorld, run: RunPack, layers: int, max_length: int, repeats: int = 3
+) -> ComputeFit:
+    """Time the packs (those that max_length allows) and fit the three compute terms."""
+    packs = [p for p in PACKS if max(p) <= max_length] or [(max_length,)]
+    plain = [_time_pack(world, run, p, 0, repeats) for p in packs]
+    base = fit([_features(p) for p in packs], plain)
+    linear, attention, overhead = base.coefficients
+    again = [p for p in RECOMPUTE_PACKS if max(p) <= max_length] or packs[:1]
+    extra = [
+        max(_time_pack(world, run, p, layers, repeats) - _predict(base, p), 1.0) for p in again
+    ]
+    rows = np.array([[linear * _features(p)[0], attention * _features(p)[1]] for p in again])
+    fractions = fit(rows, extra).coefficients if len(again) >= 2 else (1 / 3, 1 / 3)
+    return ComputeFit(
+        linear=linear, attention=attention, overhead=overhead,
+        recompute_linear=fractions[0], recompute_attention=fractions[1],
+        error=base.median_error, points=len(packs) + len(again),
+    )  # fmt: skip
+
+
+def _features(lengths: Sequence[int]) -> list[float]:
+    return [float(sum(lengths)), float(sum(n * (n + 1) // 2 for n in lengths)), 1.0]
+
+
+def _predict(base: Fit, lengths: Sequence[int]) -> float:
+    return float(np.dot(base.coefficients, _features(lengths)))
+
+
+def _time_pack(
+    world: DataWorld, run: RunPack, lengths: Sequence[int], recompute: int, repeats: int
+) -> float:
+    """Median over repeats of the mean over ranks, us; the ranks start together."""
+    times = []
+    for i in range(repeats + 1):
+        context = local_context(lengths, world=world)
+        if world.size > 1:
+            world.rendezvous(0, world.size)
+        begin = time.perf_counter_ns()
+        run(context, recompute)
+        if i:  # the first run warms caches and allocators
+            times.append((time.perf_counter_ns() - begin) / 1000)
+    return _rank_mean(world, float(np.median(times)))
+
+
+def _rank_mean(world: DataWorld, value: float) -> float:
+    if world.size == 1:
+        return value
+    pacer, world.wire.pacer = world.wire.pacer, None
+    try:
+        total = torch.tensor([value], dtype=torch.float64)
+        return float(world.wire.all_reduce(total, world.group, "agree")[0]) / world.size
+    finally:
+        world.wire.pacer = pacer
+
+
+def fit_link(world: DataWorld, repeats: int = 5) -> tuple[float, float]:
+    """(us per byte, us per message) of an exchange in which every rank sends to the next."""
+    if world.size == 1:
+        return 0.0, 0.0
+    to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
+    times = []
+    for nbytes in MESSAGE_BYTES:
+        out, got = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+        taken = []
+        for _ in range(repeats):
+            world.rendezvous(0, world.size)
+            begin = time.perf_counter_ns()
+            world.wire.start_exchange([(out, to)], [(got, source)], world.group, "agree").wait()
+            taken.append((time.perf_counter_ns() - begin) / 1000)
+        times.append(_rank_mean(world, float(np.median(taken))))
+    per_byte, latency = fit([[float(n), 1.0] for n in MESSAGE_BYTES], times).coefficients
+    return per_byte, latency
+
+
+def count_kept_bytes(
+    run: RunPack, parameters: Sequence[Tensor], layers: int
+) -> tuple[float, float]:
+    """(bytes per token with all activations kept, bytes per token with all layers recomputed).
+
+    Counts the distinct storages that autograd saves, parameters left out.
+    """
+    owned = {p.untyped_storage().data_ptr() for p in parameters}
+    lengths = (512,) * 4
+    out = []
+    for recompute in (0, layers):
+        seen: dict[int, int] = {}
+
+        def pack(x: Tensor, seen: dict[int, int] = seen) -> Tensor:
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in owned:
+                seen[storage.data_ptr()] = storage.nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            run(local_context(lengths), recompute)
+        out.append(sum(seen.values()) / sum(lengths))
+    return out[0], out[1]
+
+
+def build_profile(
+    *,
+    name: str,
+    shape: ModelShape,
+    compute: ComputeFit,
+    links: Sequence[Link],
+    kept: float,
+    recomputed: float,
+    budget_tokens: int | None,
+) -> CostProfile:
+    """Put the fitted terms into a profile.
+
+    budget_tokens: the budget holds one sample of so many tokens on one rank without recompute
+    (None: no limit worth the name, 64 GB).
+    """
+    checkpoint = float(shape.hidden * shape.element_bytes)
+    # Non-reentrant checkpointing keeps a layer's input outside of autograd's saved tensors, so what
+    # is counted with every layer recomputed is what lies outside the layers.
+    outside = recomputed
+    per_layer = max((kept - outside) / shape.layers, checkpoint)
+    profile = CostProfile(
+        name=name,
+        model=shape,
+        pairs="causal",
+        linear_us_per_token=compute.linear,
+        attn_us_per_pair=compute.attention,
+        recompute_fraction=RecomputeFraction(
+            linear=compute.recompute_linear, attention=compute.recompute_attention, comm=0.5
+        ),
+        overhead_us=Overhead(async_=compute.overhead, lockstep=compute.overhead),
+        links=tuple(links),
+        kept_bytes_per_token_layer=per_layer,
+        checkpoint_bytes_per_token_layer=checkpoint,
+        working_bytes_per_token=outside,
+        budget_bytes=64_000_000_000,
+        fit={"median_error": compute.error, "points": compute.points},
+    )
+    if budget_tokens is None:
+        return profile
+    per_token = per_layer * shape.layers + outside
+    return profile.with_budget(int(per_token * budget_tokens) + 1)

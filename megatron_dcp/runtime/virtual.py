@@ -1,0 +1,152 @@
+"""Virtual ranks: run one rank's share of any placement on one process, with real shapes.
+
+Every scheme talks to its block through `DataWorld` and `Wire` alone. Here both are replaced by ones
+that have no peers: what would arrive is filled with this rank's own bytes, so sizes, kernels,
+copies and memory are those of the real rank while the values are meaningless. Time measured this
+way is the compute of a rank in a block of any size; communication is added from a link model.
+
+Does not train anything: gradients computed here are garbage by design.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dcp.cost import CostModel, Mode, pack_of
+from megatron_dcp.dist import DataWorld, Pending, PlacementContext, Wire, make_context
+from megatron_dcp.dist.wire import as_bytes
+from megatron_dcp.plan import Placement, StepPlan
+from megatron_dcp.plan.replay import idle_share, makespan_us
+
+
+def _fill(target: Tensor, source: Tensor) -> None:
+    """Fill target's bytes with source's, repeated."""
+    out, data = as_bytes(target), as_bytes(source)
+    if not out.numel():
+        return
+    if not data.numel():
+        out.zero_()
+        return
+    whole = out.numel() // data.numel()
+    out[: whole * data.numel()].view(whole, -1).copy_(data.expand(whole, -1))
+    out[whole * data.numel() :].copy_(data[: out.numel() - whole * data.numel()])
+
+
+class VirtualWire(Wire):
+    """A wire without peers: counts what would be sent and fills what would be received."""
+
+    def start_all_to_all(
+        self, out: Tensor, send: Tensor, out_rows: Sequence[int], send_rows: Sequence[int],
+        group: Any, kind: str,
+    ) -> Pending:  # fmt: skip
+        self.post(kind, send.numel() * send.element_size() * (len(send_rows) - 1) // len(send_rows))
+        _fill(out, send)
+        return Pending(self, kind, [], None, None)
+
+    def start_exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]],
+        group: Any, kind: str,
+    ) -> Pending:  # fmt: skip
+        self.post(kind, sum(t.numel() * t.element_size() for t, _ in sends))
+        for i, (tensor, _) in enumerate(receives):
+            _fill(tensor, sends[i % len(sends)][0] if sends else torch.zeros(1, dtype=torch.uint8))
+        return Pending(self, kind, [], None, None)
+
+    def all_reduce(self, x: Tensor, group: Any, kind: str = "reduce") -> Tensor:
+        return x
+
+    def all_gather_rows(self, x: Tensor, group: Any, kind: str) -> Tensor:
+        size = group[1]
+        self.post(kind, (size - 1) * x.numel() * x.element_size())
+        return x.expand(size, *x.shape).contiguous()
+
+
+class VirtualWorld(DataWorld):
+    """Data rank `rank` of `size`, alone on this process. Groups are (first rank, ranks) pairs."""
+
+    def __init__(self, *, rank: int, size: int, device: torch.device | str | None = None) -> None:
+        super().__init__(device=device, alone=True)
+        self.wire = VirtualWire()
+        self.rank, self.size = rank, size
+        self.global_ranks = list(range(size))
+        self.planes = [self.global_ranks]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return (0, self.size)  # type: ignore[return-value]
+
+    def ensure_groups(self, blocks: Iterable[tuple[int, int]]) -> int:
+        return 0
+
+    def block_group(self, first_rank: int, size: int) -> dist.ProcessGroup:
+        return (first_rank, size)  # type: ignore[return-value]
+
+    def rendezvous(self, first_rank: int, size: int) -> None:
+        """Nobody to wait for."""
+
+
+Run = Callable[[PlacementContext], None]
+
+
+def measure_placement(
+    plan: StepPlan, placement: Placement, run: Run, *, block_rank: int = 0, repeats: int = 1
+) -> int:
+    """Least wall time, us, in which `run` does one rank's forward + backward of a placement."""
+    n = plan.topology.data_ranks
+    world = VirtualWorld(rank=placement.first_rank + block_rank, size=n)
+    lengths = [plan.lengths[i] for i in placement.samples]
+    times = []
+    for _ in range(repeats):
+        context = make_context(world, placement, lengths)
+        begin = time.perf_counter_ns()
+        run(context)
+        times.append(time.perf_counter_ns() - begin)
+    return min(times) // 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualStep:
+    """A step replayed with measured compute and modelled links.
+
+    compute_us: one per placement. plan: the same placements with those times. comm: share of
+    rank-time that the link model adds.
+    """
+
+    plan: StepPlan
+    compute_us: tuple[int, ...]
+    comm: float
+
+
+def virtual_step(
+    plan: StepPlan, cost: CostModel, run: Run, *, progress: Callable[[], None] | None = None
+) -> VirtualStep:
+    """Run every placement of a plan once on this process and replay the step from the times.
+
+    One rank of each block is run (its first): the ranks of a block have equal work to within one
+    token per sample.
+    """
+    compute: list[int] = []
+    placements: list[Placement] = []
+    comm_us = 0.0
+    for placement in plan.placements:
+        measured = measure_placement(plan, placement, run)
+        pack = pack_of(cost.profile, plan.workload, placement.samples)
+        mode = Mode(placement.scheme, placement.inner_degree)
+        link = cost.parts_us(pack, placement.degree, mode, placement.recompute)[2]
+        comm_us += link * placement.degree
+        compute.append(measured)
+        placements.append(replace(placement, time_us=measured + round(link)))
+        if progress is not None:
+            progress()
+    timed = replace(plan, placements=tuple(placements))
+    timed = replace(timed, makespan_us=makespan_us(timed))
+    timed = replace(timed, info={**plan.info, "idle": idle_share(timed)})
+    span = timed.makespan_us * plan.topology.data_ranks
+    return VirtualStep(plan=timed, compute_us=tuple(compute), comm=comm_us / span)
