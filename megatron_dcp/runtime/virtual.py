@@ -11,7 +11,7 @@ Does not train anything: gradients computed here are garbage by design.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -115,38 +115,35 @@ def measure_placement(
 class VirtualStep:
     """A step replayed with measured compute and modelled links.
 
-    compute_us: one per placement. plan: the same placements with those times. comm: share of
-    rank-time that the link model adds.
+    plan: the same placements with the measured times. comm: share of rank-time that the link model
+    adds.
     """
 
     plan: StepPlan
-    compute_us: tuple[int, ...]
     comm: float
 
 
-def virtual_step(
-    plan: StepPlan, cost: CostModel, run: Run, *, progress: Callable[[], None] | None = None
-) -> VirtualStep:
-    """Run every placement of a plan once on this process and replay the step from the times.
+def time_placements(plan: StepPlan, which: Sequence[int], run: Run) -> dict[int, int]:
+    """Measured us of some placements of a plan (by index), run one after another on this process.
 
-    One rank of each block is run (its first): the ranks of a block have equal work to within one
-    token per sample.
+    One rank of each block is run, its first: the ranks of a block have equal work to within one
+    token per sample and chunk.
     """
-    compute: list[int] = []
+    return {i: measure_placement(plan, plan.placements[i], run) for i in which}
+
+
+def measured_step(plan: StepPlan, cost: CostModel, compute_us: Mapping[int, int]) -> VirtualStep:
+    """Replay a plan with measured compute of every placement (by index) and modelled links."""
     placements: list[Placement] = []
     comm_us = 0.0
-    for placement in plan.placements:
-        measured = measure_placement(plan, placement, run)
+    for i, placement in enumerate(plan.placements):
         pack = pack_of(cost.profile, plan.workload, placement.samples)
         mode = Mode(placement.scheme, placement.inner_degree)
         link = cost.parts_us(pack, placement.degree, mode, placement.recompute)[2]
         comm_us += link * placement.degree
-        compute.append(measured)
-        placements.append(replace(placement, time_us=measured + round(link)))
-        if progress is not None:
-            progress()
+        placements.append(replace(placement, time_us=compute_us[i] + round(link)))
     timed = replace(plan, placements=tuple(placements))
     timed = replace(timed, makespan_us=makespan_us(timed))
     timed = replace(timed, info={**plan.info, "idle": idle_share(timed)})
     span = timed.makespan_us * plan.topology.data_ranks
-    return VirtualStep(plan=timed, compute_us=tuple(compute), comm=comm_us / span)
+    return VirtualStep(plan=timed, comm=comm_us / span)

@@ -1,0 +1,80 @@
+"""Options of `mdcp train`, and the scale models of a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_dcp.errors import ConfigError
+
+ScaleModel = Literal["none", "7b-node", "7b-cross-node"]
+
+# Communication : linear compute per token of a degree-2 placement of a 7B model on A100, from the
+# preset a100-gpt7b: 2 ranks of one node (119.5 GB/s) give 0.095, two nodes (10.33 GB/s) 1.10.
+SCALE_RATIO: dict[str, float] = {"7b-node": 0.1, "7b-cross-node": 1.1}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """Train the reference GPT on real variable-length text under several strategies.
+
+    The same samples, seed and initial weights for every strategy; repeats are interleaved
+    (A B C A B C ...). Run it under torchrun; one process alone works too.
+    """
+
+    out: Path = Path("runs/train")
+    """Directory for summary.json, plans/, events-rank*.jsonl and timeline.png."""
+
+    suite: Literal["one", "quickstart"] = "one"
+    """`quickstart`: unpaced, across-node scale model and virtual ranks, each in a folder of OUT."""
+
+    strategies: str = "packed:2,static,dcp"
+    """Comma-separated; on a single rank packed:2 is left out."""
+
+    max_length: int = 8192
+    """Longer samples are cut to this many tokens; how many were is printed."""
+
+    global_batch: int = 48
+    """Samples per optimizer step."""
+
+    steps: int = 1
+    """Optimizer steps of each strategy in each repeat."""
+
+    repeats: int = 5
+    """Interleaved repeats over the strategies."""
+
+    seed: int = 0
+    lr: float = 1e-3
+
+    ranks_per_node: int | None = None
+    """Ranks per node of the plan's topology (default: all ranks in one node)."""
+
+    scale_model: ScaleModel = "none"
+    """Pace what each rank sends so that communication : compute is that of a 7B model."""
+
+    link_mbytes_per_s: float | None = None
+    """Pace what each rank sends to this rate instead of a scale model's."""
+
+    memory_tokens: int | None = None
+    """Budget: tokens that one rank holds without recompute (default: 4096 with a scale model, else
+    no limit; 0: no limit)."""
+
+    virtual: bool = True
+    """quickstart: replay 8- and 32-rank plans on one core."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_length", "global_batch", "steps", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.link_mbytes_per_s is not None and self.scale_model != "none":
+            raise ConfigError("--link-mbytes-per-s and --scale-model both set the link; pass one")
+        if self.link_mbytes_per_s is not None and self.link_mbytes_per_s <= 0:
+            raise ConfigError("--link-mbytes-per-s must be above 0")
+
+    @property
+    def budget_tokens(self) -> int | None:
+        """Tokens per rank, or None for no limit."""
+        if self.memory_tokens is not None:
+            return self.memory_tokens or None
+        return 4096 if self.scale_model != "none" else None
