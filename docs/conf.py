@@ -1,0 +1,13 @@
+"""Sphinx configuration: `sphinx-build -W docs docs/_build`. Pages are plain Markdown."""
+
+project = "megatron-dcp"
+author = "The megatron-dcp authors"
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = "megatron-dcp"
+exclude_patterns = ["_build"]
+# The API page documents what can be imported without a trainer or a built extension.
+autodoc_mock_imports = ["megatron_dcp._planner", "megatron_dcp._C"]
+autodoc_typehints = "description"
+autodoc_member_order = "bysource"
