@@ -7,7 +7,7 @@ group: attention, positions and loss read the placement that is current.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from megatron_dcp.runtime.eventlog import EventLog
 from megatron_dcp.runtime.lengths import dataset_lengths
 from megatron_dcp.runtime.loader import StepLoader
 from megatron_dcp.runtime.prepare import PlanFn, PlanSettings, StepPreparer
+from megatron_dcp.runtime.recompute import find_layers, wrap_layers
 from megatron_dcp.runtime.sampler import GlobalSampler, Remainder, SamplerConfig
 from megatron_dcp.runtime.step import Step
 
@@ -92,6 +93,20 @@ class Engine:
     def take_events(self) -> list[dict[str, Any]]:
         """The events since the last call."""
         return self.log.take()
+
+    def wrap_layers(self, layers: Sequence[nn.Module] | nn.ModuleList | None = None) -> int:
+        """Let plans recompute these transformer layers (default: found in the model).
+
+        Returns how many there are. Without it plans of this engine recompute nothing unless the
+        model was wrapped before.
+        """
+        found = layers if layers is not None else find_layers(self.driver.module)
+        if found is None:
+            raise ConfigError(
+                f"no list of equal layers found in {type(self.model).__name__}; pass the "
+                "transformer layers: engine.wrap_layers(model.layers)"
+            )
+        return wrap_layers(found)
 
     def _strategy_plan(self, request: PlanRequest) -> StepPlan:
         return make_plan(request, self.planner.strategy)

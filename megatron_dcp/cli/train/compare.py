@@ -20,6 +20,7 @@ import megatron_dcp as mdcp
 from megatron_dcp.cli.train.model import Gpt, loss_sum
 from megatron_dcp.cli.train.options import TrainOptions
 from megatron_dcp.cost import CostProfile
+from megatron_dcp.cost import dumps as dump_profile
 from megatron_dcp.data.stdlib import TextCorpus
 from megatron_dcp.dist import DataWorld, LinkPacer, gather_bytes
 from megatron_dcp.observe.events import EventWriter
@@ -45,7 +46,7 @@ class _Runner:
         for mb in step:
             mb.backward(loss_sum(self.model(**mb.inputs), mb.labels))
         loss = step.finish()
-        return step, loss, self.engine.log.take()
+        return step, loss, self.engine.take_events()
 
 
 def compare(
@@ -63,6 +64,8 @@ def compare(
     """Run the comparison; rank 0 writes everything into `out`."""
     world = DataWorld()
     writer = EventWriter(out, world.rank)
+    if world.rank == 0:
+        (out / "cost.json").write_text(dump_profile(profile))
     runners = [_runner(options, s, corpus, model, profile, link_bytes_per_s) for s in strategies]
     for runner in runners:
         _warm_up(world, runner)
@@ -86,7 +89,7 @@ def compare(
             say(f"repeat {repeat + 1}/{options.repeats}: {runner.name}")
     writer.close()
     for runner in runners:
-        runner.engine.close()
+        runner.engine.world.close()
     if world.rank == 0:
         summary.write(out)
         for name, (plan, events) in drawn.items():
@@ -127,9 +130,7 @@ def _runner(
 def _warm_up(world: DataWorld, runner: _Runner) -> None:
     """One unrecorded step: warms allocators and groups, and measures the tail of a step."""
     _, _, events = runner.run_step()
-    tail = sum(
-        e["end_us"] - e["start_us"] for e in events if e["kind"] in ("reduce", "optimizer", "data")
-    )
+    tail = sum(e["end_us"] - e["start_us"] for e in events if e["kind"] in ("reduce", "optimizer"))
     tails = [json.loads(b) for b in gather_bytes(world, json.dumps(tail).encode())]
     runner.tail_us = max(tails)
 

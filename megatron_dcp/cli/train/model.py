@@ -71,7 +71,8 @@ class Block(nn.Module):
         attended = mdcp.attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
         x = x + self.out(attended.reshape(t, -1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+        mixed: Tensor = x + self.down(F.silu(gate) * up)
+        return mixed
 
 
 class Gpt(nn.Module):

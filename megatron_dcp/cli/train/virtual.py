@@ -31,7 +31,7 @@ def run_pack(model: Gpt, context: PlacementContext) -> None:
     """Forward and backward of one rank's share of a placement, on random tokens."""
     ids = torch.randint(0, model.config.vocab, (context.tokens,))
     with use_placement(context):
-        loss_sum(model(ids, context.position_ids), ids).backward()
+        torch.autograd.backward(loss_sum(model(ids, context.position_ids), ids))
     model.zero_grad(set_to_none=True)
 
 
