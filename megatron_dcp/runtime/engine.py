@@ -94,11 +94,16 @@ class Engine:
         """The events since the last call."""
         return self.log.take()
 
-    def wrap_layers(self, layers: Sequence[nn.Module] | nn.ModuleList | None = None) -> int:
+    def wrap_layers(
+        self,
+        layers: Sequence[nn.Module] | nn.ModuleList | None = None,
+        *,
+        attention: str | None = None,
+    ) -> int:
         """Let plans recompute these transformer layers (default: found in the model).
 
-        Returns how many there are. Without it plans of this engine recompute nothing unless the
-        model was wrapped before.
+        attention: name of the attention module inside a layer, for plans that recompute it alone.
+        Returns how many there are. A plan that recomputes layers wraps them by itself.
         """
         found = layers if layers is not None else find_layers(self.driver.module)
         if found is None:
@@ -106,7 +111,7 @@ class Engine:
                 f"no list of equal layers found in {type(self.model).__name__}; pass the "
                 "transformer layers: engine.wrap_layers(model.layers)"
             )
-        return wrap_layers(found)
+        return wrap_layers(found, attention=attention)
 
     def _strategy_plan(self, request: PlanRequest) -> StepPlan:
         return make_plan(request, self.planner.strategy)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dcp.dist import agree
 from megatron_dcp.errors import AgreementError, ConfigError
 from megatron_dcp.runtime.prepare import Prepared, StepPreparer
+from megatron_dcp.runtime.recompute import check_recompute
 from megatron_dcp.runtime.schedule import group_blocks
 from megatron_dcp.runtime.step import Step
 
@@ -89,11 +90,12 @@ class StepLoader:
                 world, prepared.plan, prepared.weight, prepared.trouble, prepared.indices
             )
         except AgreementError as error:
-            if prepared.error is not None and world.size == 1:
-                raise prepared.error from None
-            raise error from prepared.error
+            if prepared.error is not None:  # this rank's own trouble; the others name it
+                raise prepared.error from error
+            raise
         plan = prepared.plan
         assert plan is not None
+        check_recompute(self.engine.driver.module, plan)
         world.ensure_groups(group_blocks(plan))
         events.add("plan", *prepared.plan_us)
         events.add("data", *prepared.data_us)

@@ -2,9 +2,10 @@
 
 `wrap_layers` gives each layer a forward that asks the current placement for its `recompute`: layer
 i of the list recomputes when i < recompute (non-reentrant `torch.utils.checkpoint`, random state
-preserved). Nothing is rebuilt between microbatches, so switching costs nothing. A recomputed
-forward runs under the placement with which it ran first, whatever is current then; the ranks of a
-block recompute the same layers in the same order, so its collectives match.
+preserved); with `recompute_kind` selective only its attention module does. Nothing is rebuilt
+between microbatches, so switching costs nothing. A recomputed forward runs under the placement with
+which it ran first, whatever is current then (in 1F1B another one may be); the ranks of a block
+recompute the same layers in the same order, so its collectives match.
 
 The class of a layer is replaced by a subclass of it, which survives `copy.deepcopy` and keeps
 `isinstance` checks true; state dicts do not change.
@@ -21,13 +22,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_dcp.dist import current_or_none, use_placement
 from megatron_dcp.errors import ConfigError
+from megatron_dcp.plan import StepPlan
 
 _INDEX = "_mdcp_layer_index"
+_KIND = "_mdcp_recompute_kind"
 _wrapped: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a layer's class whose forward recomputes when the placement says so."""
+    """A subclass of a module's class whose forward recomputes when the placement says so."""
     if cls in _wrapped:
         return _wrapped[cls]
 
@@ -37,7 +40,7 @@ def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
         if (
             context is None
             or not torch.is_grad_enabled()
-            or context.placement.recompute_kind != "layers"
+            or context.placement.recompute_kind != getattr(self, _KIND)
             or getattr(self, _INDEX) >= context.placement.recompute
         ):
             return plain(*args, **kwargs)
@@ -54,18 +57,36 @@ def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
     return made
 
 
-def wrap_layers(layers: Sequence[nn.Module] | nn.ModuleList) -> int:
+def _wrap(module: nn.Module, index: int, kind: str) -> None:
+    if not hasattr(module, _INDEX):
+        module.__class__ = _wrapped_class(type(module))
+    setattr(module, _INDEX, index)
+    setattr(module, _KIND, kind)
+
+
+def wrap_layers(
+    layers: Sequence[nn.Module] | nn.ModuleList, *, attention: str | None = None
+) -> int:
     """Let the plan choose how many of these layers recompute; returns how many there are.
 
-    layers: the transformer layers of this pipeline stage, in order. Wrapping twice changes nothing.
+    layers: the transformer layers of this pipeline stage, in order. attention: name of the
+    attention module inside a layer, for plans of kind `selective`. Wrapping twice changes nothing.
     """
     found = list(layers)
     if not found:
         raise ConfigError("wrap_layers got no layer; pass the list of transformer layers")
     for index, layer in enumerate(found):
-        if not hasattr(layer, _INDEX):
-            layer.__class__ = _wrapped_class(type(layer))
-        setattr(layer, _INDEX, index)
+        _wrap(layer, index, "layers")
+        if attention is None:
+            continue
+        try:
+            part = layer.get_submodule(attention)
+        except AttributeError:
+            raise ConfigError(
+                f"wrap_layers: layer {index} ({type(layer).__name__}) has no module {attention!r}; "
+                f"it has {[n for n, _ in layer.named_children()]}"
+            ) from None
+        _wrap(part, index, "selective")
     return len(found)
 
 
@@ -80,6 +101,36 @@ def find_layers(model: nn.Module) -> nn.ModuleList | None:
     return best
 
 
+def wrapped_layers(model: nn.Module, kind: str = "layers") -> int:
+    """How many layers of a model follow the plan's recomputation of a kind."""
+    return sum(getattr(m, _KIND, None) == kind for m in model.modules())
+
+
 def is_wrapped(model: nn.Module) -> bool:
     """Whether any layer of a model follows the plan's recomputation."""
     return any(hasattr(m, _INDEX) for m in model.modules())
+
+
+def check_recompute(model: nn.Module, plan: StepPlan) -> None:
+    """Refuse a plan that recomputes what the model cannot: its memory promise would be broken.
+
+    Layers that nobody has wrapped are found and wrapped here.
+    """
+    for kind in ("layers", "selective"):
+        most = max((p.recompute for p in plan.placements if p.recompute_kind == kind), default=0)
+        if not most:
+            continue
+        have = wrapped_layers(model, kind)
+        if not have and kind == "layers" and (layers := find_layers(model)) is not None:
+            have = wrap_layers(layers)
+        if not have:
+            raise ConfigError(
+                f"the plan recomputes {most} layers ({kind}) and {type(model).__name__} has none "
+                "wrapped; call engine.wrap_layers(model.layers, attention='name of the attention "
+                "module') or plan with recompute='off'"
+            )
+        if most > have:
+            raise ConfigError(
+                f"the plan recomputes {most} layers ({kind}), the model has {have} wrapped; use a "
+                "cost profile of this model, or pass all its layers to engine.wrap_layers"
+            )

@@ -100,7 +100,6 @@ def gradient_case(
     heads: int = 4,
     kv_heads: int = 2,
     longest: int = 40,
-    recompute: bool = False,
 ) -> dict[str, Any]:
     """Gradient error of one step of this rank's parameters, and the loss error."""
     data = Samples(random_lengths(seed, samples, longest), seed, masked=masked)
@@ -118,8 +117,6 @@ def gradient_case(
         plan_ahead=0,
         world=world,
     )
-    if recompute:
-        engine.wrap_layers(model.layers)
     loader = engine.dataloader(data, global_batch_size=samples, lengths="lengths", seed=seed)
     step = next(iter(loader))
     loss = run_step(engine, step)
@@ -134,6 +131,7 @@ def gradient_case(
         "microbatches": len(step),
         "dummies": sum(mb.dummy for mb in step.microbatches),
         "schemes": sorted({mb.placement.scheme for mb in step.microbatches}),
+        "recomputed": max((mb.recompute for mb in step.microbatches), default=0),
         "extra": sorted(set(found) - set(grads)),
     }
 
