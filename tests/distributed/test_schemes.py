@@ -161,7 +161,7 @@ def test_an_impossible_scheme_is_refused_at_planning_time(
     placement = Placement(
         slot=0, first_rank=0, degree=degree, samples=(0, 1), scheme=scheme, inner_degree=inner
     )
-    with pytest.raises(PlanError, match="respects_degree_limits.*heads"):
+    with pytest.raises(PlanError, match=r"respects_degree_limits.*heads"):
         finish_plan(request, [placement])
     with pytest.raises(PlanError, match="use another degree"):
         repeats(4, 2, inner)
