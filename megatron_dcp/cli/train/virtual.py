@@ -29,7 +29,7 @@ from megatron_dcp.runtime.virtual import measured_step, time_placements
 
 def run_pack(model: Gpt, context: PlacementContext) -> None:
     """Forward and backward of one rank's share of a placement, on random tokens."""
-    ids = torch.randint(0, model.config.vocab, (context.tokens,))
+    ids = torch.randint(0, model.config.vocab, (context.rows,))
     with use_placement(context):
         torch.autograd.backward(loss_sum(model(ids, context.position_ids), ids))
     model.zero_grad(set_to_none=True)
