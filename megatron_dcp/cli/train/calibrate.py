@@ -17,10 +17,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dcp.cost import CostProfile, Link, ModelShape
+from megatron_dcp.cost import (
+    CostModel,
+    CostProfile,
+    Link,
+    Mode,
+    ModelShape,
+    Pack,
+    sample_pack,
+)
 from megatron_dcp.cost.fit import Fit, fit
-from megatron_dcp.cost.profile import Overhead, RecomputeFraction
-from megatron_dcp.dist import DataWorld, PlacementContext, local_context
+from megatron_dcp.cost.profile import Overhead, Overlap, RecomputeFraction
+from megatron_dcp.dist import DataWorld, PlacementContext, local_context, make_context
+from megatron_dcp.plan import Placement, Topology
 
 RunPack = Callable[[PlacementContext, int], None]  # (context, recomputed layers)
 
@@ -130,6 +139,57 @@ def fit_link(world: DataWorld, repeats: int = 5) -> tuple[float, float]:
     return per_byte, latency
 
 
+OVERLAP_PACKS: tuple[tuple[int, ...], ...] = ((8192,), (4096,))
+
+
+def fit_overlap(
+    world: DataWorld, run: RunPack, profile: CostProfile, max_length: int
+) -> tuple[Overlap, float]:
+    """How much of the attention time hides each scheme's communication, on this wire as it is.
+
+    Times long packs shared by ranks 0 and 1 under every scheme; the overlap is what the measured
+    time saves over compute + communication, per attention time. Returns the largest relative error
+    of a fitted point as well.
+    """
+    if world.size < 2:
+        return Overlap(), 0.0
+    world.ensure_groups([(0, 2)])
+    cost = CostModel(profile, Topology(data_ranks=world.size, ranks_per_node=world.size))
+    packs = [p for p in OVERLAP_PACKS if max(p) <= max_length] or [(max_length,)]
+    found: dict[str, float] = {}
+    worst = 0.0
+    for mode in (Mode("ulysses", 2), Mode("ring", 1), Mode("allgather", 1)):
+        rows, saved, times = [], [], []
+        for lengths in packs:
+            pack = sum((sample_pack(profile, n) for n in lengths), Pack())
+            linear, attention, comm = cost.parts_us(pack, 2, mode, 0)
+            measured = _time_shared(world, run, lengths, mode)
+            rows.append(attention)
+            saved.append(linear + attention + comm + cost.overhead_us - measured)
+            times.append(measured)
+        share = sum(a * b for a, b in zip(rows, saved, strict=True)) / sum(a * a for a in rows)
+        found[mode.scheme] = min(max(share, 0.0), 1.0)
+        for attention, gain, measured in zip(rows, saved, times, strict=True):
+            worst = max(worst, abs(gain - found[mode.scheme] * attention) / measured)
+    return Overlap(**found), worst
+
+
+def _time_shared(world: DataWorld, run: RunPack, lengths: Sequence[int], mode: Mode) -> float:
+    """us of a pack on ranks 0 and 1 together under a scheme; the other ranks wait."""
+    placement = Placement(
+        slot=0, first_rank=0, degree=2, samples=tuple(range(len(lengths))), scheme=mode.scheme,
+        inner_degree=mode.inner_degree,
+    )  # fmt: skip
+    taken = 0.0
+    if world.rank < 2:
+        context = make_context(world, placement, lengths)
+        world.rendezvous(0, 2)
+        begin = time.perf_counter_ns()
+        run(context, 0)
+        taken = (time.perf_counter_ns() - begin) / 1000
+    return _rank_mean(world, taken) * world.size / 2
+
+
 def count_kept_bytes(
     run: RunPack, parameters: Sequence[Tensor], layers: int
 ) -> tuple[float, float]:
@@ -164,6 +224,7 @@ def build_profile(
     kept: float,
     recomputed: float,
     budget_tokens: int | None,
+    overlap: Overlap,
 ) -> CostProfile:
     """Put the fitted terms into a profile.
 
@@ -186,6 +247,7 @@ def build_profile(
         ),
         overhead_us=Overhead(async_=compute.overhead, lockstep=compute.overhead),
         links=tuple(links),
+        overlap=overlap,
         kept_bytes_per_token_layer=per_layer,
         checkpoint_bytes_per_token_layer=checkpoint,
         working_bytes_per_token=outside,

@@ -18,6 +18,7 @@ from megatron_dcp.cli.train.calibrate import (
     count_kept_bytes,
     fit_compute,
     fit_link,
+    fit_overlap,
 )
 from megatron_dcp.cli.train.compare import compare
 from megatron_dcp.cli.train.model import Gpt, GptConfig
@@ -25,8 +26,9 @@ from megatron_dcp.cli.train.options import SCALE_RATIO, TrainOptions
 from megatron_dcp.cli.train.scale import paced_us_per_byte
 from megatron_dcp.cli.train.virtual import run_pack, virtual_run
 from megatron_dcp.cost import CostProfile, Link, ModelShape, dumps, from_object
+from megatron_dcp.cost.profile import Overlap
 from megatron_dcp.data.stdlib import TextCorpus, stdlib_corpus
-from megatron_dcp.dist import DataWorld, PlacementContext, gather_bytes
+from megatron_dcp.dist import DataWorld, LinkPacer, PlacementContext, gather_bytes
 from megatron_dcp.observe.summary import RunSummary, table_lines
 from megatron_dcp.runtime.recompute import wrap_layers
 
@@ -94,16 +96,28 @@ class _Trainer:
         return corpus
 
     def _calibrate(self, world: DataWorld) -> _Measured:
-        def run(context: PlacementContext, recompute: int) -> None:
-            context.placement = replace(context.placement, recompute=recompute)
-            run_pack(self.model, context)
-
-        layers = self.config.layers
+        run, layers = self._run_pack, self.config.layers
         compute = fit_compute(world, run, layers, self.options.max_length)
         kept, recomputed = count_kept_bytes(run, list(self.model.parameters()), layers)
         return _Measured(compute=compute, kept=kept, recomputed=recomputed, link=fit_link(world))
 
-    def _profile(self, world_bytes: tuple[float, float], budget_tokens: int | None) -> CostProfile:
+    def _run_pack(self, context: PlacementContext, recompute: int) -> None:
+        context.placement = replace(context.placement, recompute=recompute)
+        run_pack(self.model, context)
+
+    def _overlap(self, profile: CostProfile, rate: float | None) -> Overlap:
+        """Measured on the wire that the run will use; rank 0's."""
+        world = DataWorld()
+        world.wire.pacer = None if rate is None else LinkPacer(rate)
+        overlap, error = fit_overlap(world, self._run_pack, profile, self.options.max_length)
+        world.wire.pacer = None
+        self.say(f"overlap {overlap}, points fitted within {error:.1%}")
+        world.close()
+        return _of_rank_0(replace(profile, overlap=overlap)).overlap
+
+    def _profile(
+        self, world_bytes: tuple[float, float], budget_tokens: int | None, overlap: Overlap
+    ) -> CostProfile:
         """The profile of these cores with a link of (us per byte, us per message); rank 0's."""
         c, m = self.config, self.measured
         shape = ModelShape(
@@ -114,7 +128,7 @@ class _Trainer:
                     latency_us=world_bytes[1])  # fmt: skip
         own = build_profile(
             name="this-cpu", shape=shape, compute=m.compute, links=[link], kept=m.kept,
-            recomputed=m.recomputed, budget_tokens=budget_tokens,
+            recomputed=m.recomputed, budget_tokens=budget_tokens, overlap=overlap,
         )  # fmt: skip
         return _of_rank_0(own)
 
@@ -141,7 +155,7 @@ class _Trainer:
         return [s for s in names if self.size > 1 or s != "packed:2"]
 
     def _compare(self, options: TrainOptions, out: Path) -> RunSummary:
-        base = self._profile(self.measured.link, options.budget_tokens)
+        base = self._profile(self.measured.link, options.budget_tokens, Overlap())
         rate, what = None, f"{self.size} ranks, loopback as it is"
         profile = base
         if self.size > 1 and options.scale_model != "none":
@@ -154,7 +168,9 @@ class _Trainer:
         if rate is not None:
             # A paced message takes the pacer's time or the loopback's, whichever is longer.
             per_byte = max(1e6 / rate, self.measured.link[0])
-            profile = self._profile((per_byte, self.measured.link[1]), options.budget_tokens)
+            link = (per_byte, self.measured.link[1])
+            profile = self._profile(link, options.budget_tokens, Overlap())
+            profile = replace(profile, overlap=self._overlap(profile, rate))
         self.say(f"{what}: {', '.join(self._strategies())}")
         return compare(
             options, out=out, what=what, strategies=self._strategies(), corpus=self.corpus,
@@ -162,7 +178,7 @@ class _Trainer:
         )  # fmt: skip
 
     def _virtual(self, ranks: int, out: Path) -> RunSummary:
-        base = self._profile(self.measured.link, 1024)
+        base = self._profile(self.measured.link, 1024, Overlap())
         return virtual_run(
             ranks=ranks, ranks_per_node=8, samples=4 * ranks, repeats=1, seed=self.options.seed,
             strategies=["packed", "static", "dcp"], corpus=self.corpus, model=self.model,
