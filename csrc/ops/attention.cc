@@ -122,14 +122,21 @@ SegmentList varlen_segments(const Tensor& cu_q, const Tensor& cu_k, const Shape&
   return check_segments(rows, s);
 }
 
+// Multiply-adds of the forward, before masks.
+int64_t work(const Shape& s, const SegmentList& list) {
+  int64_t pairs = s.total_q;
+  for (const Segment& g : list.segments) pairs += g.q_len * g.k_len;
+  return 2 * pairs * s.heads * s.dim;
+}
+
 void run_forward(const ForwardArgs& args, const SegmentList& list) {
-  attention_forward(args, list, pool());
+  attention_forward(args, list, pool(work(args.shape, list)));
 }
 
 void run_backward(BackwardArgs& args, const SegmentList& list) {
   Tensor delta = empty_cpu({args.shape.heads, args.shape.total_q}, accumulation_type(args.q.dtype));
   args.delta = {delta.data_ptr(), args.shape.total_q, 1};
-  attention_backward(args, list, pool());
+  attention_backward(args, list, pool(2 * work(args.shape, list)));
 }
 
 void segment_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& segments,

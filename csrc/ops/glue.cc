@@ -71,8 +71,15 @@ Tensor empty_cpu(std::initializer_list<int64_t> sizes, ScalarType type) {
                               torch::stable::Device(torch::headeronly::DeviceType::CPU));
 }
 
-Parallel pool() {
+Parallel pool(int64_t work) {
+  constexpr int64_t kWorthIt = 200000;
   Parallel parallel;
+  if (work < kWorthIt) {
+    parallel.run = [](int64_t count, void (*body)(int64_t, void*), void* context) {
+      for (int64_t i = 0; i < count; ++i) body(i, context);
+    };
+    return parallel;
+  }
   parallel.threads = torch::stable::get_num_threads();
   parallel.run = [](int64_t count, void (*body)(int64_t, void*), void* context) {
     if (count == 0) return;

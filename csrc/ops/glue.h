@@ -37,7 +37,8 @@ const int64_t* indices_of(const Tensor& t, int64_t count, const char* name);
 
 Tensor empty_cpu(std::initializer_list<int64_t> sizes, ScalarType type);
 
-// Draws task numbers from one counter on every thread of torch's pool.
-Parallel pool();
+// Draws task numbers from one counter on every thread of torch's pool; on the calling thread alone
+// when `work`, in multiply-adds or elements, is not worth waking the others.
+Parallel pool(int64_t work);
 
 }  // namespace mdcp::glue

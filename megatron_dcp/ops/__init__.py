@@ -35,6 +35,20 @@ Dropout: `dropout_p > 0` needs `sample_ids` [total_q], `q_positions` [total_q] a
 function of (rng_key, sample, head_offset + head, q position, k position) alone, so all shards of a
 sample under any plan draw the same mask. `rng_key` is 64 bits; `make_rng_key(seed, site, step)`.
 
+zigzag_partition(cu_seqlens, degree, total=None) -> (index, positions, cu_rank)
+gather_rows(x, index), scatter_rows(x, index, rows)
+    Who holds which token (chunks cut at floor(i * L / (2 * degree)), no padding), and the moves of
+    tokens, positions, labels and weights that follow from it. Adjoints of each other.
+ulysses_pack(q, k, v, degree), ulysses_unpack, ulysses_join, ulysses_split
+    Buffers of the head all-to-all; uneven tokens per rank, KV heads replicated when degree > Hk.
+merge_lse(out_a, lse_a, out_b, lse_b) -> (out, lse)
+    Joins two partial softmaxes that were not merged in place.
+rope(x, positions, frequencies, scale=1.0, interleaved=False)
+    From explicit positions; `rope_frequencies`, `ntk_frequencies`, `yarn_frequencies`.
+cross_entropy(logits, labels, weights=None) -> (loss sum, lse)
+zero_padding_(x, cu_seqlens)
+    Zeroes rows beyond cu_seqlens[-1], in place.
+
 Results depend neither on the number of threads nor on what is packed beside a sequence, bit for
 bit. Inputs: float64, float32, bfloat16, float16; unit stride in D, any other strides.
 """
@@ -53,13 +67,45 @@ from megatron_dcp.ops.attention import (  # noqa: E402  (the ops must be registe
     segment_attention_forward,
     varlen_attention,
 )
+from megatron_dcp.ops.relayout import (  # noqa: E402
+    gather_rows,
+    scatter_rows,
+    ulysses_join,
+    ulysses_pack,
+    ulysses_split,
+    ulysses_unpack,
+    zero_padding_,
+    zigzag_partition,
+)
+from megatron_dcp.ops.rows import (  # noqa: E402
+    cross_entropy,
+    merge_lse,
+    ntk_frequencies,
+    rope,
+    rope_frequencies,
+    yarn_frequencies,
+)
 
 __all__ = [
     "OpsNotBuiltError",
+    "cross_entropy",
+    "gather_rows",
     "make_rng_key",
+    "merge_lse",
     "new_accumulators",
+    "ntk_frequencies",
+    "rope",
+    "rope_frequencies",
+    "scatter_rows",
     "segment_attention",
     "segment_attention_backward",
     "segment_attention_forward",
+    "ulysses_join",
+    "ulysses_pack",
+    "ulysses_split",
+    "ulysses_unpack",
     "varlen_attention",
+    "yarn_frequencies",
+    "zero_padding_",
+    "zigzag_partition",
 ]

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_dcp.ops._register import autograd, fake
+
 _ops = torch.ops.megatron_dcp
-_library: Any = torch.library  # partly untyped
 _MASK64 = (1 << 64) - 1
 
 
@@ -268,7 +269,7 @@ for _name, _fake in (
     ("segment_attention_forward", _fake_in_place),
     ("segment_attention_backward", _fake_in_place),
 ):
-    _library.register_fake(f"megatron_dcp::{_name}", _fake)
+    fake(_name, _fake)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: Any) -> None:
@@ -294,13 +295,5 @@ def _backward(grad_op: Any, indices: int) -> Any:
     return backward
 
 
-_library.register_autograd(
-    "megatron_dcp::varlen_attention",
-    _backward(_ops.varlen_attention_grad, 2),
-    setup_context=_setup,
-)
-_library.register_autograd(
-    "megatron_dcp::segment_attention",
-    _backward(_ops.segment_attention_grad, 1),
-    setup_context=_setup,
-)
+autograd("varlen_attention", _backward(_ops.varlen_attention_grad, 2), _setup)
+autograd("segment_attention", _backward(_ops.segment_attention_grad, 1), _setup)

@@ -130,3 +130,51 @@ def varlen_attention_reference(
     return segment_attention_reference(
         q, k, v, segments, softmax_scale=softmax_scale, softcap=softcap, dropout=dropout
     )
+
+
+def zigzag_reference(lengths: list[int], degree: int) -> list[list[tuple[int, int]]]:
+    """Per rank, the (sample, position) pairs it holds, in order."""
+    ranks = []
+    for rank in range(degree):
+        held = []
+        for sample, length in enumerate(lengths):
+            for chunk in (rank, 2 * degree - 1 - rank):
+                first, last = (c * length // (2 * degree) for c in (chunk, chunk + 1))
+                held += [(sample, p) for p in range(first, last)]
+        ranks.append(held)
+    return ranks
+
+
+def merge_lse_reference(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`merge_lse` by torch's own logaddexp; not differentiable where both parts are empty."""
+    lse = torch.logaddexp(lse_a, lse_b)
+    empty = torch.isneginf(lse)
+    safe = torch.where(empty, torch.zeros_like(lse), lse)
+    weight_a, weight_b = (torch.exp(x - safe).T[..., None] for x in (lse_a, lse_b))
+    return weight_a * out_a + weight_b * out_b, lse
+
+
+def rope_reference(
+    x: Tensor, positions: Tensor, frequencies: Tensor, scale: float, interleaved: bool
+) -> Tensor:
+    """`rope` with torch's own sin and cos, in the dtype of x."""
+    pairs = frequencies.shape[0]
+    angle = positions.double()[:, None] * frequencies
+    cos, sin = ((f * scale).to(x.dtype)[:, None, :] for f in (angle.cos(), angle.sin()))
+    rotated, rest = x[..., : 2 * pairs], x[..., 2 * pairs :]
+    if interleaved:
+        a, b = rotated[..., 0::2], rotated[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = rotated[..., :pairs], rotated[..., pairs:]
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned, rest), dim=-1)
+
+
+def cross_entropy_reference(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    """`cross_entropy`'s loss by torch's own, in the dtype of the logits."""
+    kept = labels >= 0
+    losses = torch.nn.functional.cross_entropy(logits[kept], labels[kept], reduction="none")
+    return (losses * weights[kept]).sum()

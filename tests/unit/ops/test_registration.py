@@ -62,6 +62,17 @@ def segment_backward():
     return (*results(q, k, v, cu), segments, *sums), {"softmax_scale": 0.4}
 
 
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def merge_inputs(requires_grad):
+    shapes = [(5, 2, 8), (2, 5), (5, 2, 8), (2, 5)]
+    return tuple(torch.randn(s, requires_grad=requires_grad) for s in shapes)
+
+
+LABELS = torch.tensor([3, -1, 0])
+
 SAMPLES = {
     "varlen_attention": varlen,
     "varlen_attention_grad": varlen_grad,
@@ -69,6 +80,25 @@ SAMPLES = {
     "segment_attention_grad": segment_grad,
     "segment_attention_forward": segment_forward,
     "segment_attention_backward": segment_backward,
+    "zigzag_partition": lambda: ((torch.tensor([0, 5, 9]), 2, 11), {}),
+    "gather_rows": lambda: ((leaf(6, 3), torch.tensor([4, -1, 0])), {}),
+    "scatter_rows": lambda: ((leaf(3, 4), torch.tensor([4, -1, 0]), 6), {}),
+    "ulysses_pack": lambda: ((leaf(5, 4, 8), leaf(5, 2, 8), leaf(5, 2, 8), 4), {}),
+    "ulysses_unpack": lambda: ((leaf(4, 5, 3, 8), 4, 2), {}),
+    "ulysses_join": lambda: ((leaf(2, 5, 3, 8),), {}),
+    "ulysses_split": lambda: ((leaf(5, 6, 8), 2), {}),
+    "zero_padding_": lambda: ((torch.randn(5, 3), torch.tensor([0, 2])), {}),
+    "merge_lse": lambda: (merge_inputs(True), {}),
+    "merge_lse_grad": lambda: ((torch.randn(5, 2, 8), *merge_inputs(False)), {}),
+    "rope": lambda: (
+        (leaf(5, 2, 8), torch.arange(5), ops.rope_frequencies(6)),
+        {"scale": 1.5, "interleaved": True},
+    ),
+    "cross_entropy": lambda: ((leaf(3, 7), LABELS, torch.rand(3)), {}),
+    "cross_entropy_grad": lambda: (
+        (torch.tensor(2.0), torch.randn(3, 7), LABELS, torch.randn(3), torch.rand(3)),
+        {},
+    ),
 }
 
 

@@ -1,0 +1,20 @@
+"""Small helpers to register fakes and autograd formulas on the ops that C++ defined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_library: Any = torch.library  # partly untyped
+
+
+def fake(name: str, function: Callable[..., Any]) -> None:
+    """Register the fake (shape and dtype) implementation of `megatron_dcp::name`."""
+    _library.register_fake(f"megatron_dcp::{name}", function)
+
+
+def autograd(name: str, backward: Callable[..., Any], setup: Callable[..., None]) -> None:
+    """Register the gradient of `megatron_dcp::name`."""
+    _library.register_autograd(f"megatron_dcp::{name}", backward, setup_context=setup)
