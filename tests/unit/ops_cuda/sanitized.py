@@ -1,0 +1,79 @@
+"""Runs in a process of its own, under a sanitizer: `sanitized.py LIBRARY MODE [SITE ...]`.
+
+MODE `attention`: small cases of every attention kernel, checked against float64; a sanitizer ends
+or marks the process where a kernel errs. MODE `fault:NAME`: one kernel of faults.cu. MODE
+`races`: for "" and each SITE, the cases with that synchronisation left out; prints `SITE|bytes`
+with how much the race detector wrote to its log (the file named by MDCP_RACE_LOG).
+"""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import numpy as np
+from shim_driver import Problem, Shim, ShimError, accumulation
+from shim_reference import backward, forward
+
+SEGMENTS = [[0, 70, 0, 70, 0, -1], [70, 40, 70, 70, 30, 50], [115, 9, 0, 40, 1 << 40, -1]]
+CASES = [("bf16", 64, (2, 1), 0), ("fp16", 128, (1, 1), 0), ("bf16", 256, (1, 1), 0),
+         ("bf16", 72, (1, 1), 0), ("fp32", 20, (2, 1), 1)]  # fmt: skip
+
+# Several steps in one tile and several tiles in one block, in as few accesses as possible.
+RACE_SEGMENTS = [[0, 80, 0, 80, 0, -1]] + [[80 + 2 * i, 2, 80, 2, 0, -1] for i in range(6)]
+RACE_CASES = [("bf16", 64, (1, 1), 0), ("fp32", 8, (1, 1), 1)]
+
+
+def run(shim: Shim, dtype, dim, heads, scalar, segments=SEGMENTS) -> float:
+    """Forward, merge and backward of one case; the largest error against float64."""
+    rng = np.random.default_rng(dim)
+    rows_q, rows_k = (max(r[i] + r[i + 1] for r in segments) + 6 for i in (0, 2))
+    shapes = ((rows_q, heads[0], dim), (rows_k, heads[1], dim), (rows_k, heads[1], dim))
+    q, k, v = (rng.standard_normal(shape) / 4 for shape in shapes)
+    p = Problem(q, k, v, np.array(segments), dtype, scalar=bool(scalar))
+    out, lse = shim.forward(p, out_dtype=accumulation(dtype))
+    wanted = forward(p)
+    errors = [np.abs(out - wanted[0]).max()]
+    empty = (np.zeros(q.shape), np.full(lse.shape, -np.inf))
+    errors.append(np.abs(shim.forward(p, running=empty)[0] - wanted[0]).max())
+    dout = rng.standard_normal(q.shape)
+    grads = shim.backward(p, dout, out, lse)
+    errors += [
+        np.abs(a - b).max() / np.abs(b).max() for a, b in zip(grads, backward(p, dout), strict=True)
+    ]
+    return max(np.nan_to_num(errors, nan=np.inf))
+
+
+def log_bytes() -> int:
+    log = Path(os.environ["MDCP_RACE_LOG"])
+    return sum(path.stat().st_size for path in log.parent.glob(log.name + "*"))
+
+
+def main() -> None:
+    shim = Shim(Path(sys.argv[1]))
+    mode = sys.argv[2]
+    if mode.startswith("fault:"):
+        shim.fault(mode.removeprefix("fault:"))
+    elif mode == "attention":
+        for case in CASES:
+            for schedule in ("leader", "random"):
+                shim.configure(schedule, "random", seed=1)
+                worst = run(shim, *case)
+                assert worst < 3e-2, (case, worst)
+    elif mode == "races":
+        for site in ("", *sys.argv[3:]):
+            before = log_bytes()
+            shim.configure("random", "late", seed=2, skip=site)
+            for case in RACE_CASES:
+                with contextlib.suppress(ShimError):  # the machine may object as well
+                    run(shim, *case, segments=RACE_SEGMENTS)
+                if log_bytes() > before:
+                    break
+            print(f"{site}|{log_bytes() - before}", flush=True)
+    print("finished")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The emulated kernels under AddressSanitizer and ThreadSanitizer, each in a process of its own.
+
+ThreadSanitizer knows each emulated thread as a fiber and each barrier, warp operation and
+asynchronous copy as what it orders, so it reports any two accesses of shared or global memory that
+nothing orders, under one schedule, whether or not the result came out right.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sanitized
+from shim_driver import FAULTS, Shim, load_build_module
+
+SCRIPT = Path(__file__).with_name("sanitized.py")
+
+
+def run(sanitizer: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    library = load_build_module().build_emulated(sanitizer, [FAULTS])
+    runtime = {"address": "libasan.so", "thread": "libtsan.so"}[sanitizer]
+    found = subprocess.run(
+        ["g++", f"-print-file-name={runtime}"], capture_output=True, text=True, check=True
+    )
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), str(library), *arguments],
+        env={**os.environ, "LD_PRELOAD": found.stdout.strip(), "OPENBLAS_NUM_THREADS": "1",
+             "ASAN_OPTIONS": "detect_leaks=0", **environment},
+        capture_output=True, text=True, timeout=1100,
+    )  # fmt: skip
+
+
+def test_attention_touches_no_foreign_memory():
+    done = run("address", "attention")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "finished" in done.stdout
+
+
+@pytest.mark.parametrize("fault", ["past_shared", "past_global"])
+def test_address_sanitizer_sees_a_write_past_the_end(fault):
+    done = run("address", f"fault:{fault}")
+    assert done.returncode != 0
+    assert "heap-buffer-overflow" in done.stderr
+    assert "faults.cu" in done.stderr
+
+
+def races(tmp_path, *sites: str) -> dict[str, bool]:
+    """For "" and each site: whether unordered accesses were reported without it."""
+    log = tmp_path / "races"
+    done = run("thread", "races", *sites, MDCP_RACE_LOG=str(log),
+               TSAN_OPTIONS=f"log_path={log} exitcode=0 suppress_equal_stacks=0 "
+               "suppress_equal_addresses=0 report_bugs=1")  # fmt: skip
+    assert "finished" in done.stdout, done.stdout + done.stderr[-3000:]
+    lines = [line.rsplit("|", 1) for line in done.stdout.splitlines() if "|" in line]
+    return {site: int(size) > 0 for site, size in lines}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1200)
+def test_each_synchronisation_is_needed(tmp_path):
+    """Removes each barrier, warp barrier and copy wait in turn: the race detector must object."""
+    shim = Shim.build()
+    for case in sanitized.RACE_CASES:
+        sanitized.run(shim, *case, segments=sanitized.RACE_SEGMENTS)
+    sites = [site for _, site in shim.sites() if not site.startswith("faults.cu")]
+    assert len(sites) >= 12
+    found = races(tmp_path, *sites)
+    assert not found.pop(""), "a race with every synchronisation in place"
+    missed = sorted(site for site, caught in found.items() if not caught)
+    assert missed == []
