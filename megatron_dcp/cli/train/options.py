@@ -26,8 +26,9 @@ class TrainOptions:
     out: Path = Path("runs/train")
     """Directory for summary.json, plans/, events-rank*.jsonl and timeline.png."""
 
-    suite: Literal["one", "quickstart"] = "one"
-    """`quickstart`: unpaced, across-node scale model and virtual ranks, each in a folder of OUT."""
+    suite: Literal["one", "virtual", "quickstart"] = "one"
+    """`one`: one comparison. `virtual`: 8- and 32-rank plans replayed with measured compute.
+    `quickstart`: unpaced, across-node scale model and virtual ranks, each in a folder of OUT."""
 
     strategies: str = "packed:2,static,dcp"
     """Comma-separated; on a single rank packed:2 is left out."""

@@ -137,12 +137,12 @@ class _Trainer:
             self._show(self.options.out, self._compare(self.options, self.options.out))
             return
         out = self.options.out
-        unpaced = replace(self.options, scale_model="none")
-        cross = replace(self.options, scale_model="7b-cross-node")
-        results = [
-            (out / "quickstart-unpaced", self._compare(unpaced, out / "quickstart-unpaced")),
-            (out / "quickstart", self._compare(cross, out / "quickstart")),
-        ]
+        results: list[tuple[Path, RunSummary]] = []
+        if self.options.suite == "quickstart":
+            unpaced = replace(self.options, scale_model="none")
+            cross = replace(self.options, scale_model="7b-cross-node")
+            for name, options in (("quickstart-unpaced", unpaced), ("quickstart", cross)):
+                results.append((out / name, self._compare(options, out / name)))
         if self.options.virtual:
             for ranks in (8, 32):
                 folder = out / f"quickstart-virtual{ranks}"
