@@ -34,9 +34,9 @@ def _fill(target: Tensor, source: Tensor) -> None:
     if not data.numel():
         out.zero_()
         return
-    whole = out.numel() // data.numel()
-    out[: whole * data.numel()].view(whole, -1).copy_(data.expand(whole, -1))
-    out[whole * data.numel() :].copy_(data[: out.numel() - whole * data.numel()])
+    for begin in range(0, out.numel(), data.numel()):
+        part = out[begin : begin + data.numel()]
+        part.copy_(data[: part.numel()])
 
 
 class VirtualWire(Wire):

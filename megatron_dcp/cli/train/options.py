@@ -74,6 +74,10 @@ class TrainOptions:
             raise ConfigError("--link-mbytes-per-s must be above 0")
 
     @property
+    def strategy_names(self) -> list[str]:
+        return [s.strip() for s in self.strategies.split(",") if s.strip()]
+
+    @property
     def budget_tokens(self) -> int | None:
         """Tokens per rank, or None for no limit."""
         if self.memory_tokens is not None:

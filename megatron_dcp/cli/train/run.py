@@ -30,11 +30,19 @@ from megatron_dcp.cost.profile import Overlap
 from megatron_dcp.data.stdlib import TextCorpus, stdlib_corpus
 from megatron_dcp.dist import DataWorld, LinkPacer, PlacementContext, gather_bytes
 from megatron_dcp.observe.summary import RunSummary, table_lines
+from megatron_dcp.planner.registry import find_strategy
 from megatron_dcp.runtime.recompute import wrap_layers
+
+# (ranks, ranks per node) of the virtual clusters. The longest sample (8192 tokens) needs 8 ranks of
+# 1024 tokens without recompute, as a 128K context does on ranks that hold 16K.
+VIRTUAL = ((8, 4), (32, 8))
+VIRTUAL_MEMORY_TOKENS = 1024
 
 
 def main(argv: list[str]) -> int:
     options = tyro.cli(TrainOptions, args=argv, prog="mdcp train")
+    for strategy in options.strategy_names:
+        find_strategy(strategy)
     pin_threads()
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
@@ -144,14 +152,14 @@ class _Trainer:
             for name, options in (("quickstart-unpaced", unpaced), ("quickstart", cross)):
                 results.append((out / name, self._compare(options, out / name)))
         if self.options.virtual:
-            for ranks in (8, 32):
+            for ranks, ranks_per_node in VIRTUAL:
                 folder = out / f"quickstart-virtual{ranks}"
-                results.append((folder, self._virtual(ranks, folder)))
+                results.append((folder, self._virtual(ranks, ranks_per_node, folder)))
         for folder, summary in results:
             self._show(folder, summary)
 
     def _strategies(self) -> list[str]:
-        names = [s.strip() for s in self.options.strategies.split(",") if s.strip()]
+        names = self.options.strategy_names
         return [s for s in names if self.size > 1 or s != "packed:2"]
 
     def _compare(self, options: TrainOptions, out: Path) -> RunSummary:
@@ -177,10 +185,11 @@ class _Trainer:
             model=self.model, profile=profile, link_bytes_per_s=rate, say=self.say,
         )  # fmt: skip
 
-    def _virtual(self, ranks: int, out: Path) -> RunSummary:
-        base = self._profile(self.measured.link, 1024, Overlap())
+    def _virtual(self, ranks: int, ranks_per_node: int, out: Path) -> RunSummary:
+        base = self._profile(self.measured.link, VIRTUAL_MEMORY_TOKENS, Overlap())
         return virtual_run(
-            ranks=ranks, ranks_per_node=8, samples=4 * ranks, repeats=1, seed=self.options.seed,
+            ranks=ranks, ranks_per_node=ranks_per_node, samples=4 * ranks,
+            repeats=min(self.options.repeats, 3), seed=self.options.seed,
             strategies=["packed", "static", "dcp"], corpus=self.corpus, model=self.model,
             profile=base, node_us_per_byte=paced_us_per_byte(base, SCALE_RATIO["7b-node"]),
             cross_us_per_byte=paced_us_per_byte(base, SCALE_RATIO["7b-cross-node"]),
