@@ -1,0 +1,57 @@
+"""Peak memory of one microbatch: the allocator's on a GPU, the resident set's on Linux.
+
+On the CPU there is no allocator statistic, so the high-water mark of the resident set (VmHWM) is
+reset before and read after, and free heap is given back first; where the kernel does not allow the
+reset, there is no peak (None) rather than a wrong one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+import torch
+
+_STATUS, _REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def _field(name: str) -> int:
+    """A field of /proc/self/status in bytes."""
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _trim() -> None:
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):  # musl and others: the heap stays as it is
+        return
+
+
+class PeakMemory:
+    """Starts counting when made; `peak_bytes` is the rise above that moment."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.start: int | None = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self.start = torch.cuda.memory_allocated(device)
+            return
+        gc.collect()
+        _trim()
+        try:
+            _REFS.write_text("5")  # resets the high-water mark of this process
+            self.start = _field("VmRSS")
+        except OSError:
+            self.start = None
+
+    def peak_bytes(self) -> int | None:
+        if self.start is None:
+            return None
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self.start
+        return max(0, _field("VmHWM") - self.start)
