@@ -1,0 +1,96 @@
+"""A Trainer's data set as samples: one item through the trainer's own collator, without padding.
+
+The collator makes the labels (completion masks, chat templates, language modelling), so whatever
+the user configured stays in force; run on one item it has nothing to pad. What the plan provides
+itself (attention mask, positions, sequence boundaries) is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_dcp.errors import AdapterError
+
+_PLANNED = (
+    "attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+    "max_length_k", "seq_idx", "cache_position", "num_items_in_batch",
+)  # fmt: skip
+
+Collate = Callable[[list[Any]], Mapping[str, Any]]
+
+
+class CollatedDataset:
+    """Items of `dataset` through `collate`, as per-token tensors [L, ...]."""
+
+    def __init__(self, dataset: Any, collate: Collate) -> None:
+        self.dataset, self.collate = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        batch = dict(self.collate([self.dataset[int(index)]]))
+        ids = batch.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != 1:
+            raise AdapterError(
+                f"sample {index}: the data collator gave no input_ids of shape [1, tokens] for one "
+                f"item, only {sorted(batch)}; use a collator of token ids (language modelling, SFT)"
+            )
+        mask = batch.get("attention_mask")
+        keep = None if mask is None or mask.dim() != 2 else mask[0].bool()
+        if keep is not None and bool(keep.all()):
+            keep = None
+        out: dict[str, Tensor] = {}
+        for name, value in batch.items():
+            if name in _PLANNED:
+                continue
+            if not isinstance(value, Tensor) or value.shape[:2] != ids.shape:
+                raise AdapterError(
+                    f"sample {index}: field {name!r} of the collated item is not [1, tokens, ...]; "
+                    "only per-token fields follow their tokens across ranks: drop it in the "
+                    "collator or from the data set"
+                )
+            out[name] = value[0] if keep is None else value[0][keep]
+        return out
+
+
+def token_counts(dataset: Any, length_column: str | None = None) -> list[int]:
+    """Length of every item, from a length column, the `input_ids` column, or the items."""
+    columns = list(getattr(dataset, "column_names", None) or [])
+    if length_column and length_column in columns:
+        return [int(n) for n in dataset[length_column]]
+    if "input_ids" in columns:
+        return [len(ids) for ids in dataset["input_ids"]]
+    try:
+        return [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
+    except (KeyError, TypeError, IndexError) as error:
+        raise AdapterError(
+            f"the lengths of {type(dataset).__name__} cannot be read ({type(error).__name__}: "
+            f"{error}): items need `input_ids`, or the data set a column "
+            f"{length_column or 'length'!r}; tokenize it first"
+        ) from error
+
+
+class StepNumbers(torch.utils.data.Dataset[int]):
+    """0 .. steps - 1: what a Trainer's loader yields, one per optimizer step.
+
+    Samples are fetched by the engine, so that skipping steps on a resume costs nothing.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def step_batch(numbers: list[int]) -> dict[str, int]:
+    """The item of one optimizer step, as a Trainer's batch."""
+    return {"mdcp_step": numbers[0]}

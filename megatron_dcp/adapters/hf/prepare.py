@@ -1,0 +1,151 @@
+"""Make a Transformers model plan-aware, from outside, and check that it can be.
+
+`prepare(model)` is called by the trainer mixin, the Accelerate helper and `mdcp.initialize`; it is
+idempotent and must run before the model is wrapped. It refuses what would make a gradient depend on
+the plan, each time with the setting to change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megatron_dcp.adapters.hf.attention import KEYWORD, NAME, register
+from megatron_dcp.adapters.hf.loss import FusedHead, fuse_head, token_losses
+from megatron_dcp.adapters.hf.moe import router_settings, sample_balance_loss, unsupported_layers
+from megatron_dcp.adapters.hf.rope import fix_rotary
+from megatron_dcp.dist import PlacementContext
+from megatron_dcp.errors import AdapterError
+
+_TOWERS = ("vision_config", "audio_config", "vq_config")
+_DROPOUTS = (
+    "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout",
+    "embedding_dropout", "resid_dropout", "dropout",
+)  # fmt: skip
+
+
+@dataclass(slots=True, kw_only=True)
+class Prepared:
+    """What `prepare` found and set. router: (coefficient, experts, top k) or None."""
+
+    model: Any
+    head: FusedHead | None
+    router: tuple[float, int, int] | None
+    rotary_fixed: int
+
+
+def text_config(model: Any) -> Any:
+    return model.config.get_text_config()
+
+
+def prepare(model: Any, *, fused_loss: bool = True, allow_dropout: bool = False) -> Prepared:
+    """Switch a model to `attn_implementation="megatron_dcp"` and fix what depends on the plan.
+
+    fused_loss: token losses without whole logits where the model allows it.
+    allow_dropout: accept dropout outside attention although its masks depend on the plan.
+    """
+    found = getattr(model, "_mdcp_prepared", None)
+    if isinstance(found, Prepared):
+        return found
+    base = base_model(model)
+    register()
+    _check(base, allow_dropout)
+    towers = [name for name in _TOWERS if getattr(base.config, name, None) is not None]
+    if towers:
+        base.set_attn_implementation(
+            {"text_config": NAME, **dict.fromkeys(towers, "sdpa"), "": NAME}
+        )
+    else:
+        base.set_attn_implementation(NAME)
+    if text_config(base)._attn_implementation != NAME:
+        raise AdapterError(
+            f"{type(base).__name__} did not accept attn_implementation={NAME!r}: it does not use "
+            f"Transformers' AttentionInterface (transformers {transformers.__version__}); call "
+            "mdcp.attention(q, k, v) in its own attention instead"
+        )
+    prepared = Prepared(
+        model=base,
+        head=fuse_head(base) if fused_loss else None,
+        router=router_settings(base.config),
+        rotary_fixed=fix_rotary(base),
+    )
+    model._mdcp_prepared = prepared
+    return prepared
+
+
+def base_model(model: Any) -> Any:
+    """The Transformers model inside a PEFT one."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise AdapterError(
+            f"expected a Transformers model (or a PEFT model around one), found "
+            f"{type(model).__name__}; for a model of your own call mdcp.attention(q, k, v)"
+        )
+    return inner
+
+
+def _check(model: Any, allow_dropout: bool) -> None:
+    name = type(model).__name__
+    kinds = unsupported_layers(model)
+    if kinds:
+        raise AdapterError(
+            f"{name} has layers of kind {', '.join(kinds)}, which carry state along the sequence "
+            "or cut it into fixed chunks; full and sliding attention are supported"
+        )
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise AdapterError(f"{name} is an encoder-decoder; decoder-only models are supported")
+    config = text_config(model)
+    active = {k: v for k in _DROPOUTS if (v := getattr(config, k, 0.0)) not in (None, 0, 0.0)}
+    if active and not allow_dropout:
+        raise AdapterError(
+            f"{name} has dropout {active}; its masks are drawn per microbatch and would depend on "
+            "the plan. Set it to 0 in the config, or pass allow_dropout=True to accept that "
+            "(attention dropout is never accepted)"
+        )
+
+
+def forward_losses(
+    prepared: Prepared,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    labels: Tensor,
+    ctx: PlacementContext,
+) -> tuple[Tensor, Tensor | None]:
+    """Token losses [t] of a microbatch and, for a router with a balance loss, this rank's part of
+    the sum over its samples.
+
+    model: what the trainer calls (the wrapper); inputs: as the microbatch gives them.
+    """
+    kwargs = {**inputs, KEYWORD: ctx, "use_cache": False}
+    head = prepared.head
+    if head is not None:
+        head.labels = labels
+    try:
+        out = model(**kwargs)
+    finally:
+        if head is not None:
+            head.labels = None
+    flat = labels.reshape(-1)
+    scores = out.logits.reshape(flat.shape[0], -1)
+    losses = scores[:, 0] if head is not None else token_losses(scores, flat)
+    if prepared.router is None:
+        return losses, None
+    _, experts, top_k = prepared.router
+    logits = getattr(out, "router_logits", None)
+    if not logits:
+        raise AdapterError(
+            f"{type(prepared.model).__name__} returned no router logits; set output_router_logits "
+            "to false to train without the auxiliary loss"
+        )
+    return losses, sample_balance_loss(logits, ctx, experts=experts, top_k=top_k)
+
+
+def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
+    """Sum of token losses by weight; tokens of weight 0 give exactly 0, even if not finite."""
+    kept = torch.where(weights != 0, losses, torch.zeros_like(losses))
+    return (kept * weights.to(kept.dtype)).sum()

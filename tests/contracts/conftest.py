@@ -1,0 +1,34 @@
+"""Pools of worker processes for the contract tests, one per number of ranks.
+
+DeepSpeed and Accelerate keep state for the life of a process, so a pool never changes its size.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_dcp.testing.pool import WorkerPool
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[WorkerPool]:
+    workers = WorkerPool(limit=2, timeout_s=280.0)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[WorkerPool]:
+    workers = WorkerPool(limit=4, timeout_s=280.0)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def pools(pool2: WorkerPool, pool4: WorkerPool) -> dict[int, WorkerPool]:
+    return {2: pool2, 4: pool4}
