@@ -235,7 +235,8 @@ def _hf(path: str, options: ProfileOptions, device: Any) -> Subject:
     try:
         import transformers
 
-        import megatron_dcp.adapters.hf  # noqa: F401  (registers the attention)
+        # By name: `cli` and `adapters` stand side by side, and it registers the attention.
+        import_module("megatron_dcp.adapters.hf")
     except ImportError as error:
         raise ConfigError(f"--model hf:...: {error}; pip install 'megatron-dcp[hf]'") from error
     from torch import nn
