@@ -264,19 +264,31 @@ def best_degree(
     sample fits none of them.
     """
     pricer = Pricer(request)
+    longest = pricer.longest()
     if parameter is not None:
         degrees = [fixed_degree(pricer, strategy, parameter)]
     else:
-        ladder, longest = degree_ladder(request.topology), pricer.longest()
+        ladder = degree_ladder(request.topology)
         degrees = [d for d in ladder if pricer.sample_price(longest, d) is not None]
         if not degrees:
             raise pricer.cannot_fit(longest, ladder, f"on every degree of {strategy}")
-    name, placements = best_of(
-        request,
-        (
-            (f"{strategy} degree {degree}", place_slots(pricer, slots))
-            for degree in degrees
-            for slots in candidates(pricer, degree)
-        ),
-    )
-    return Draft(placements=placements, algorithm=name)
+    best: tuple[int, int, Sequence[Placement]] | None = None
+    for degree in degrees:
+        if best is not None and best[0] <= _at_least_us(pricer, longest, degree):
+            continue
+        for slots in candidates(pricer, degree):
+            placements = place_slots(pricer, slots)
+            span = replayed_us(request, placements)
+            if best is None or span < best[0]:
+                best = (span, degree, placements)
+    assert best is not None
+    return Draft(placements=best[2], algorithm=f"{strategy} degree {best[1]}")
+
+
+def _at_least_us(pricer: Pricer, longest: int, degree: int) -> int:
+    """No plan of one degree is faster: the pack of the longest sample takes at least its time."""
+    speed = pricer.topology.speed
+    price = pricer.sample_price(longest, degree)
+    if price is None or (speed is not None and max(speed) > NOMINAL_SPEED):
+        return 0
+    return price.time_us

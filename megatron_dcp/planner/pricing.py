@@ -156,10 +156,15 @@ class Pricer:
 
     def pack_of(self, samples: Iterable[int]) -> Pack:
         """Sums over some samples."""
-        total = Pack()
-        for i in samples:
-            total = total + self.packs[i]
-        return total
+        tokens = pairs = half = pairs2 = half2 = 0
+        for i in samples:  # plain integers: a Pack per step would be most of a plan's time
+            one = self.packs[i]
+            tokens += one.tokens
+            pairs += one.pairs
+            half += one.half
+            pairs2 += one.pairs2
+            half2 += one.half2
+        return Pack(tokens, pairs, half, pairs2, half2)
 
     def sample_price(self, sample: int, degree: int) -> Price | None:
         """One sample alone on a degree."""
