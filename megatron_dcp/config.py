@@ -50,3 +50,25 @@ class RuntimeConfig:
     plan_ahead: int = 1
     measure: bool = False
     timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronConfig:
+    """What the Megatron adapter needs besides the planner's options.
+
+    max_tokens_per_rank: tokens that fit one data rank without recomputation; gives the memory
+    budget where memory_gb does not. split: what is one sample of a row of the data set: `windows`
+    (the whole row), `documents`, or `auto` (documents where Megatron's own flags keep them apart).
+    no_trim: keep trailing tokens without loss weight. forward_step: `package.module:function`, a
+    forward step of your own instead of GPT's. allow_plan_dependent: run mixtures of experts whose
+    auxiliary loss depends on what shares a microbatch. allow_untested: run a Megatron version
+    outside the table. plan_dir: write every plan there as JSON.
+    """
+
+    max_tokens_per_rank: int | None = None
+    split: Literal["auto", "windows", "documents"] = "auto"
+    no_trim: bool = False
+    forward_step: str | None = None
+    allow_plan_dependent: bool = False
+    allow_untested: bool = False
+    plan_dir: str | None = None

@@ -1,0 +1,383 @@
+"""Running Megatron's own schedule under a plan that is made anew every step.
+
+`MegatronDcp.wrap` takes the function that Megatron's `get_forward_backward_func` returns and gives
+one with the same arguments. A call reads the step's samples, plans, compares digests, moves the
+samples to their ranks and calls the original with an iterator, a forward step and a microbatch
+count of its own. Gradients are summed per token and divided once by the step's token count, which
+is Megatron's per-token loss; the reduction, the optimizer and the learning rate see no difference.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dcp.adapters.megatron.collect import FieldSpec, Reader, StepData, collect
+from megatron_dcp.adapters.megatron.domain import Domain, build_domain
+from megatron_dcp.adapters.megatron.microbatch import (
+    LossFunc,
+    Microbatch,
+    build_microbatches,
+    gpt_forward_step,
+    loss_of,
+)
+from megatron_dcp.adapters.megatron.pricing import model_profile
+from megatron_dcp.adapters.megatron.recompute import Recompute
+from megatron_dcp.adapters.megatron.samples import Splitter
+from megatron_dcp.adapters.megatron.slots import rank_slots
+from megatron_dcp.config import MegatronConfig, PlannerConfig
+from megatron_dcp.cost import CostProfile
+from megatron_dcp.dispatch.exchange import exchange
+from megatron_dcp.dist import agree
+from megatron_dcp.errors import AdapterError
+from megatron_dcp.plan import StepPlan, Workload, digest, dumps, lockstep_ranks
+from megatron_dcp.plan.shards import shard_map
+from megatron_dcp.planner import PlanRequest, make_plan
+
+
+@dataclass(slots=True, kw_only=True)
+class MegatronDcp:
+    """DCP for a Megatron training loop; see docs/integrations/megatron.md for the ten lines.
+
+    reader: item of the data iterator -> samples (default: `Splitter()`, one sample per row).
+    forward_step: (iterator of Microbatch, model) -> (output, loss function); default GPT's.
+    step_of: current optimizer step, for the plan's `step`; default counts the calls that train.
+    """
+
+    planner: PlannerConfig = field(default_factory=PlannerConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    reader: Reader = field(default_factory=lambda: Splitter().samples)
+    forward_step: Callable[[Iterator[Microbatch], Any], Any] | None = None
+    step_of: Callable[[], int] | None = None
+    last_plan: StepPlan | None = None
+    digests: list[str] = field(default_factory=list)
+    _domain: Domain | None = None
+    _profile: CostProfile | None = None
+    _recompute: list[Recompute] = field(default_factory=list)
+    _steps: int = 0
+
+    def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's schedule function under the plan; same keyword arguments, same result."""
+
+        @functools.wraps(forward_backward)
+        def planned(
+            *,
+            forward_step_func: Callable[..., Any],
+            data_iterator: Any,
+            model: Any,
+            num_microbatches: int,
+            forward_only: bool = False,
+            collect_non_loss_data: bool = False,
+            **kwargs: Any,
+        ) -> Any:
+            if collect_non_loss_data:  # not a training step: outputs of unplanned microbatches
+                return forward_backward(
+                    forward_step_func=forward_step_func,
+                    data_iterator=data_iterator,
+                    model=model,
+                    num_microbatches=num_microbatches,
+                    forward_only=forward_only,
+                    collect_non_loss_data=True,
+                    **kwargs,
+                )
+            chunks = list(model) if isinstance(model, list) else [model]
+            self._prepare(chunks)
+            gather_parameters(chunks)
+            microbatches = self._plan_step(data_iterator, num_microbatches, forward_only)
+            step = self._forward_step(loss_of(forward_step_func), chunks)
+            many = len(chunks) > 1
+            try:
+                return forward_backward(
+                    forward_step_func=step,
+                    data_iterator=[iter(microbatches) for _ in chunks]
+                    if many
+                    else iter(microbatches),
+                    model=model,
+                    num_microbatches=len(microbatches),
+                    forward_only=forward_only,
+                    **kwargs,
+                )
+            finally:
+                for settings in self._recompute:
+                    settings.restore()
+
+        return planned
+
+    def _prepare(self, chunks: Sequence[Any]) -> None:
+        """Once: groups, cost profile, and the model settings that a plan needs."""
+        if self._domain is not None:
+            return
+        from megatron.core.utils import get_model_config
+
+        configs = [get_model_config(chunk) for chunk in chunks]
+        check_model(configs[0], self.megatron)
+        domain = build_domain()
+        vocab = _vocab(chunks[0])
+        self._profile = model_profile(
+            configs[0], vocab, domain.topology, self.planner, self.megatron
+        )
+        if domain.pp_size > 1:
+            for config in configs:
+                config.variable_seq_lengths = True  # stages exchange shapes first
+        self._recompute = [
+            Recompute.of(chunk, config) for chunk, config in zip(chunks, configs, strict=True)
+        ]
+        self._domain = domain
+
+    def _plan_step(self, data_iterator: Any, count: int, forward_only: bool) -> list[Microbatch]:
+        """Read, plan, agree, move; returns this rank's microbatches."""
+        domain = self._domain
+        assert domain is not None
+        data = collect(domain, data_iterator, count, self.reader)
+        plan = self._make_plan(domain, data)
+        agree(domain.world, plan, data.weight)
+        domain.world.ensure_groups(ulysses_blocks(plan))
+        if not forward_only:
+            self._steps += 1
+            self.digests.append(digest(plan))
+            self._write(plan)
+        self.last_plan = plan
+        local = self._move(domain, plan, data)
+        group = domain.pp_size if domain.virtual > 1 else 1
+        sequence_parallel = self._recompute[0].config.sequence_parallel
+        return build_microbatches(
+            domain,
+            plan,
+            rank_slots(plan, domain.world.rank, group=group),
+            local,
+            data.fields,
+            multiple=domain.tp_size if sequence_parallel else 1,
+            step=plan.step,
+        )
+
+    def _make_plan(self, domain: Domain, data: StepData) -> StepPlan:
+        assert self._profile is not None
+        lockstep = domain.lockstep
+        if self.planner.lockstep != "auto":
+            asked = lockstep_ranks(self.planner.lockstep, domain.topology)
+            if asked % lockstep:
+                raise AdapterError(
+                    f"--mdcp-lockstep {self.planner.lockstep} is {asked} ranks, this run needs a "
+                    f"multiple of {lockstep} (its expert groups or pipeline); use auto"
+                )
+            lockstep = asked
+        request = PlanRequest(
+            workload=Workload(lengths=data.lengths),
+            topology=domain.topology,
+            profile=self._profile,
+            lockstep=lockstep,
+            recompute=self.planner.recompute == "auto",
+            step=self.step_of() if self.step_of is not None else self._steps,
+        )
+        return make_plan(request, self.planner.strategy)
+
+    def _move(
+        self, domain: Domain, plan: StepPlan, data: StepData
+    ) -> dict[int, dict[str, Tensor]] | None:
+        """The fields of this rank's placements, by index: from their owners, then over TP."""
+        world = domain.world
+        if domain.pp_rank not in (0, domain.pp_size - 1):
+            return None
+        numbers = [i for i, p in enumerate(plan.placements) if world.rank in p.ranks]
+        shards: list[dict[str, Tensor]]
+        if domain.tp_rank > 0:
+            shards = [_empty_shard(domain, plan, i, data.fields) for i in numbers]
+        elif data.mine is None:
+            raise AdapterError(
+                f"stage {domain.pp_rank} of {domain.pp_size} has no data iterator; the first and "
+                "the last stage read the data set"
+            )
+        else:
+            shards = [fields for _, fields in exchange(world, plan, data.owners, data.mine)]
+        if domain.tp_size > 1:
+            _share(domain, shards, data.fields)
+        return dict(zip(numbers, shards, strict=True))
+
+    def _forward_step(self, loss: LossFunc, chunks: Sequence[Any]) -> Callable[..., Any]:
+        """The forward step given to the schedule: recomputation first, then the model."""
+        inner = self.forward_step or functools.partial(gpt_forward_step, loss)
+        settings = {id(chunk): s for chunk, s in zip(chunks, self._recompute, strict=True)}
+        stage_layers = [_layers(chunk) for chunk in chunks]
+        layers = dict(zip(settings, stage_layers, strict=True))
+        total = max(1, sum(stage_layers))
+
+        def step(iterator: _Peek, model: Any, *args: Any) -> Any:
+            mb = iterator.peek()
+            own = layers[id(model)]
+            share = -(-mb.recompute * own // total)  # of a chunk, rounded up
+            settings[id(model)].apply(share, mb.recompute_kind, own)
+            return inner(iterator, model)
+
+        def peeking(iterator: Iterator[Microbatch], model: Any, *args: Any) -> Any:
+            return step(_Peek(iterator), model, *args)
+
+        return peeking
+
+    def _write(self, plan: StepPlan) -> None:
+        """The plan as JSON, from one process."""
+        if self.megatron.plan_dir is None or dist.get_rank() != 0:
+            return
+        folder = Path(self.megatron.plan_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"step{plan.step:06d}.json").write_text(dumps(plan))
+
+    @property
+    def communicators(self) -> int:
+        """Process groups that this package made on this rank."""
+        return 0 if self._domain is None else self._domain.world.communicators
+
+    def state_dict(self) -> dict[str, int]:
+        """What a loop of its own must put into its checkpoint for the same plans after a resume."""
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._steps = int(state["steps"])
+
+
+def _empty_shard(
+    domain: Domain, plan: StepPlan, index: int, specs: Sequence[FieldSpec]
+) -> dict[str, Tensor]:
+    """Room for this rank's tokens of a placement."""
+    p, world = plan.placements[index], domain.world
+    shards = shard_map([plan.lengths[i] for i in p.samples], p.degree, p.inner_degree)
+    n = shards.tokens[world.rank - p.first_rank]
+    return {
+        name: torch.empty(n, *shape, dtype=dtype, device=world.device)
+        for name, dtype, shape in specs
+    }
+
+
+def _share(domain: Domain, shards: Sequence[dict[str, Tensor]], specs: Sequence[FieldSpec]) -> None:
+    """Tensor rank 0's tokens to the other tensor ranks, one broadcast per field; in place."""
+    if not shards:
+        return
+    source = dist.get_global_rank(domain.tp_group, 0)
+    for name, *_ in specs:
+        parts = [s[name] for s in shards]
+        whole = torch.cat(parts)
+        dist.broadcast(whole, source, group=domain.tp_group)
+        for shard, part in zip(shards, torch.split(whole, [len(x) for x in parts]), strict=True):
+            shard[name] = part
+
+
+class _Peek:
+    """An iterator over one microbatch that can be looked at first."""
+
+    def __init__(self, iterator: Iterator[Microbatch]) -> None:
+        self._next = next(iterator)
+
+    def peek(self) -> Microbatch:
+        return self._next
+
+    def __iter__(self) -> _Peek:
+        return self
+
+    def __next__(self) -> Microbatch:
+        return self._next
+
+
+def gather_parameters(chunks: Sequence[Any]) -> None:
+    """Start every overlapped parameter gather at the step's start, in one order on all ranks.
+
+    Megatron starts a bucket's gather when the forward reaches the bucket before it. Ranks reach it
+    in different microbatches here: one would wait in an attention for a rank that waits for its
+    parameters. `align_param_gather` is Megatron's own switch for gathers started by others.
+    """
+    for chunk in chunks:
+        settings = getattr(chunk, "ddp_config", None)
+        if settings is None or not settings.overlap_param_gather:
+            continue
+        if not getattr(chunk, "remove_forward_pre_hook_handles", None):
+            continue  # the first step: parameters are complete and hooks are off
+        settings.align_param_gather = True
+        chunk.config.param_sync_func = None
+        for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
+            if not group.param_gather_dispatched:
+                group.start_param_sync()
+
+
+def ulysses_blocks(plan: StepPlan) -> list[tuple[int, int]]:
+    """Blocks that need an all-to-all group, in plan order."""
+    return [
+        (first, p.inner_degree)
+        for p in plan.placements
+        if p.inner_degree > 1
+        for first in range(p.first_rank, p.first_rank + p.degree, p.inner_degree)
+    ]
+
+
+def _layers(chunk: Any) -> int:
+    """Transformer layers of a model chunk."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    return len(get_attr_wrapped_model(chunk, "decoder").layers)
+
+
+def _vocab(chunk: Any) -> int:
+    from megatron.core.utils import get_attr_wrapped_model
+
+    return int(get_attr_wrapped_model(chunk, "vocab_size"))
+
+
+def check_model(config: Any, options: MegatronConfig) -> None:
+    """Model settings under which gradients would depend on the plan. Raises AdapterError."""
+    if not config.calculate_per_token_loss:
+        raise AdapterError(
+            "Megatron: looked for calculate_per_token_loss, found False: the mean over "
+            "microbatches depends on the plan. Pass --calculate-per-token-loss"
+        )
+    if config.hidden_dropout and not options.allow_plan_dependent:
+        raise AdapterError(
+            f"hidden_dropout is {config.hidden_dropout}: Megatron draws it per rank, so its "
+            "pattern depends on the plan. Pass --hidden-dropout 0 or --mdcp-allow-plan-dependent"
+        )
+    _check_experts(config, options)
+    pipelined = config.pipeline_model_parallel_size > 1
+    if (
+        pipelined
+        and config.virtual_pipeline_model_parallel_size
+        and (not config.overlap_p2p_comm or config.batch_p2p_comm)
+    ):
+        raise AdapterError(
+            "interleaved pipeline: looked for overlap_p2p_comm=True and batch_p2p_comm=False, "
+            f"found {config.overlap_p2p_comm} and {config.batch_p2p_comm}; the default of the "
+            "core gives wrong numbers"
+        )
+
+
+def _check_experts(config: Any, options: MegatronConfig) -> None:
+    """A mixture of experts must not depend on what shares a microbatch."""
+    if not getattr(config, "num_moe_experts", None):
+        return
+    if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":
+        raise AdapterError(
+            "mixture of experts: looked for moe_token_dispatcher_type alltoall or flex, found "
+            "allgather, which needs equal token counts. Pass --moe-token-dispatcher-type alltoall"
+        )
+    faults = []
+    kinds = config.moe_router_load_balancing_type
+    coefficients = config.moe_aux_loss_coeff
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
+    for kind, coefficient in zip(kinds, coefficients * len(kinds), strict=False):
+        if coefficient and kind != "none":
+            # In packed form Megatron's sequence-level loss sees one sequence per microbatch, and
+            # its global one meets across ranks in every forward.
+            faults.append(f"moe_router_load_balancing_type {kind} (use none or coefficient 0)")
+    if getattr(config, "moe_expert_capacity_factor", None) is not None:
+        faults.append("moe_expert_capacity_factor (drops tokens; use dropless routing)")
+    if getattr(config, "moe_z_loss_coeff", None):
+        faults.append("moe_z_loss_coeff (a mean over the microbatch)")
+    if faults and not options.allow_plan_dependent:
+        raise AdapterError(
+            "mixture of experts whose gradients depend on what shares a microbatch: "
+            + "; ".join(faults)
+            + ". Change this or pass --mdcp-allow-plan-dependent"
+        )
