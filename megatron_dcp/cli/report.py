@@ -6,9 +6,12 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
+
+if TYPE_CHECKING:
+    from megatron_dcp.observe.run_dir import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,35 @@ class ReportOptions:
     """Print the written paths as one JSON object."""
 
 
+def simulate_steps(run: Run) -> dict[str, list[tuple[float, float]]]:
+    """(simulated, measured) makespan in ms of every step with a plan, by strategy; empty where the
+    run kept no cost.json."""
+    from megatron_dcp.cost import load
+    from megatron_dcp.observe.run_dir import measured_makespan_us
+    from megatron_dcp.sim import replay
+
+    path = run.path / "cost.json"
+    if not path.exists():
+        return {}
+    profile = load(path)
+    out: dict[str, list[tuple[float, float]]] = {}
+    for step in run.steps:
+        measured = measured_makespan_us(step)
+        if step.plan is not None and measured > 0:
+            simulated = replay(step.plan, profile).makespan_us
+            out.setdefault(step.strategy, []).append((simulated / 1e3, measured / 1e3))
+    return out
+
+
 def main(argv: list[str]) -> int:
     from megatron_dcp.observe.report import write_report
     from megatron_dcp.observe.run_dir import read_run
 
     options = tyro.cli(ReportOptions, args=argv, prog="mdcp report")
     run = read_run(options.run)
+    replayed = simulate_steps(run)
     print(f"{len(run.steps)} steps of {', '.join(run.strategies)}", file=sys.stderr)
-    written = write_report(run, options.out or options.run / "report")
+    written = write_report(run, options.out or options.run / "report", replayed)
     if options.json:
         print(json.dumps({"schema": "mdcp.report/1", "files": [str(p) for p in written]}))
     else:

@@ -23,8 +23,12 @@ from megatron_dcp.plan.groups import communicators
 Series = dict[str, list[tuple[float, float]]]
 
 
-def write_report(run: Run, out: Path) -> list[Path]:
-    """Write report.html, PNGs and trace.json.gz into `out`; returns their paths."""
+def write_report(run: Run, out: Path, replayed: Series | None = None) -> list[Path]:
+    """Write report.html, PNGs and trace.json.gz into `out`; returns their paths.
+
+    replayed: per strategy (simulated, measured) makespan in ms of its steps, where a simulator was
+    at hand.
+    """
     out.mkdir(parents=True, exist_ok=True)
     what = str(run.summary.get("what", ""))
     page = Page(f"Run report: {run.path.name}", what or "measured run of megatron-dcp")
@@ -34,6 +38,8 @@ def write_report(run: Run, out: Path) -> list[Path]:
     written = _timelines(page, run, out)
     _idle(page, run)
     written += _prediction(page, run, out)
+    if replayed:
+        _replayed(page, replayed)
     _planner(page, run)
     _resources(page, run)
     _facts(page, run)
@@ -176,6 +182,23 @@ def _prediction(page: Page, run: Run, out: Path) -> list[Path]:
         ],
     )
     return [png.scatter(placements, out / "prediction.png", "Predicted and measured placements")]
+
+
+def _replayed(page: Page, replayed: Series) -> None:
+    page.section(
+        "Simulation",
+        "The plans replayed by the simulator under the run's cost profile, against the measured "
+        "time from the start of the step to the end of its last placement.",
+    )
+    page.figure(figures.prediction_scatter(replayed, "Simulated and measured makespan"))
+    page.table(
+        ("strategy", "steps", "median error", "90 % below"),
+        [
+            (name, len(points), *(f"{x:.1%}" for x in error_quantiles(points)))
+            for name, points in replayed.items()
+            if points
+        ],
+    )
 
 
 def error_quantiles(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

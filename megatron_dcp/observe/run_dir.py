@@ -112,6 +112,12 @@ def placement_times(step: MeasuredStep) -> list[tuple[float, float]]:
     return out
 
 
+def measured_makespan_us(step: MeasuredStep) -> float:
+    """From the first rank's start of the step to the end of the last placement."""
+    ends = [e["end_us"] for e in step.of("placement")]
+    return float(max(ends) - step.start_us) if ends else 0.0
+
+
 def planning_us(step: MeasuredStep) -> tuple[float, float]:
     """(hidden, exposed) planning time of rank 0: exposed is what lies inside its step."""
     inside = [e for e in step.of("step") if e["rank"] == 0]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dcp.cost import dumps as dump_profile
 from megatron_dcp.observe.events import EventWriter
 from megatron_dcp.observe.summary import RunSummary, StepRecord
 from megatron_dcp.plan import Topology, dumps
@@ -52,6 +53,7 @@ def write_run(folder, ranks=4, steps=3, repeats=2):
     summary = RunSummary("test data from a noisy replay", {"hidden": 128, "versions": "none"})
     writers = [EventWriter(folder, r) for r in range(ranks)]
     (folder / "plans").mkdir()
+    (folder / "cost.json").write_text(dump_profile(profile))
     clock = 1_000_000
     for repeat in range(repeats):
         for offset, strategy in enumerate(("packed:2", "dcp")):

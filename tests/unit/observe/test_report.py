@@ -9,6 +9,7 @@ import subprocess
 import pytest
 
 from megatron_dcp.cli.main import main
+from megatron_dcp.cli.report import simulate_steps
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.observe.report import error_quantiles
 from megatron_dcp.observe.run_dir import idle_by_rank, placement_times, planning_us, read_run
@@ -32,6 +33,17 @@ def test_measured_placements_are_matched_with_their_plan(run_dir):
         assert all(0.8 < predicted / measured < 1.25 for predicted, measured in pairs)
         assert planning_us(step) == (90, 10)
         assert all(0 <= share < 1 for share in idle_by_rank(step))
+
+
+def test_steps_are_simulated_under_the_runs_profile(run_dir):
+    run = read_run(run_dir)
+    pairs = simulate_steps(run)
+    assert {name: len(p) for name, p in pairs.items()} == {"packed:2": 6, "dcp": 6}
+    for step, (simulated, measured) in zip(run.steps_of("dcp"), pairs["dcp"], strict=True):
+        assert simulated == pytest.approx(step.plan.makespan_us / 1e3)
+        assert measured == pytest.approx(simulated, rel=0.25)  # 5 % noise per rank and slot
+    (run_dir / "cost.json").unlink()
+    assert simulate_steps(run) == {}
 
 
 def test_error_quantiles():
@@ -77,8 +89,8 @@ def test_report_is_one_page_that_loads_nothing(run_dir, capsys):
     parser = _Resources()
     parser.feed(page)
     assert parser.loaded == []
-    for title in ("Strategies", "Progress", "Data", "Idle time", "Prediction", "Planner",
-                  "Communicators and memory", "Configuration"):  # fmt: skip
+    for title in ("Strategies", "Progress", "Data", "Idle time", "Prediction", "Simulation",
+                  "Planner", "Communicators and memory", "Configuration"):  # fmt: skip
         assert f"<h2>{title}</h2>" in page
     pngs = [f for f in files if f.endswith(".png")]
     assert len(pngs) == 3
