@@ -43,6 +43,8 @@ class RuntimeConfig:
     measure: wait for a block before each placement so that waiting and communication can be told
     apart, and record events.
     timeout_s: of collectives in groups made here; None takes the backend's.
+    watchdog_s: a rank that waits longer than this inside a step ends the job with a message that
+    names who did not arrive; None is off. watchdog_dir: where it leaves the plan and the stacks.
     """
 
     normalize: Normalize = "token"
@@ -50,6 +52,8 @@ class RuntimeConfig:
     plan_ahead: int = 1
     measure: bool = False
     timeout_s: float | None = None
+    watchdog_s: float | None = None
+    watchdog_dir: str = "."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,3 +38,7 @@ class AdapterError(MdcpError):
 
 class AgreementError(MdcpError):
     """Ranks disagree about the step (digest, lengths or profile); raised before any collective."""
+
+
+class NonFiniteLossError(MdcpError):
+    """The loss of a step is NaN or infinite; names the samples. The optimizer was not stepped."""

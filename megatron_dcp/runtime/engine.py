@@ -18,17 +18,19 @@ from megatron_dcp.cost import CostProfile
 from megatron_dcp.dispatch import Dataset, ReadOptions
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.errors import ConfigError
-from megatron_dcp.plan import StepPlan, Topology, lockstep_ranks
+from megatron_dcp.plan import Placement, StepPlan, Topology, lockstep_ranks
 from megatron_dcp.planner import PlanRequest, make_plan
 from megatron_dcp.runtime.backend import Backend, touch
 from megatron_dcp.runtime.driver import make_driver
 from megatron_dcp.runtime.eventlog import EventLog
 from megatron_dcp.runtime.lengths import dataset_lengths
 from megatron_dcp.runtime.loader import StepLoader
+from megatron_dcp.runtime.preempt import StopFlag
 from megatron_dcp.runtime.prepare import PlanFn, PlanSettings, StepPreparer
 from megatron_dcp.runtime.recompute import find_layers, wrap_layers
 from megatron_dcp.runtime.sampler import GlobalSampler, Remainder, SamplerConfig
-from megatron_dcp.runtime.step import Step
+from megatron_dcp.runtime.step import Step, raise_non_finite
+from megatron_dcp.runtime.watchdog import IDLE, Watchdog
 
 
 class Engine:
@@ -72,6 +74,13 @@ class Engine:
             )
         self.log = EventLog(world, measure=runtime.measure)
         self._plan_fn = plan_fn or self._strategy_plan
+        self.watchdog: Watchdog | None = None
+        if runtime.watchdog_s is not None:
+            self.watchdog = Watchdog(
+                world, timeout_s=runtime.watchdog_s, directory=runtime.watchdog_dir
+            )
+        self._stop_flag: StopFlag | None = None
+        self.stop_requested = False
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         return self.world.wire.all_reduce(x, self.world.group)
@@ -112,6 +121,31 @@ class Engine:
                 "transformer layers: engine.wrap_layers(model.layers)"
             )
         return wrap_layers(found, attention=attention)
+
+    def handle_preemption(self) -> None:
+        """Let SIGTERM and SIGUSR1 ask for the end: see `stop_requested`. Main thread only.
+
+        After the step in which any rank was signalled `stop_requested` is true on all ranks: write
+        a checkpoint and leave.
+        """
+        if self._stop_flag is None:
+            self._stop_flag = StopFlag()
+
+    def close(self) -> None:
+        """Stop the watchdog, give signals back and destroy the groups made here."""
+        if self.watchdog is not None:
+            self.watchdog.close()
+        if self._stop_flag is not None:
+            self._stop_flag.close()
+        self.world.close()
+
+    def beat(
+        self, phase: str, plan: StepPlan | None = None, step: int = -1,
+        placement: Placement | None = None,
+    ) -> None:  # fmt: skip
+        """Tell the watchdog, where there is one, how far this rank has come."""
+        if self.watchdog is not None:
+            self.watchdog.beat(phase, plan, step, placement)
 
     def _strategy_plan(self, request: PlanRequest) -> StepPlan:
         return make_plan(request, self.planner.strategy)
@@ -198,15 +232,20 @@ class Engine:
     def finish_step(self, step: Step, loss_sum: Tensor, started_us: int) -> None:
         """Called by `step.finish()`: the end of a step, in its one order."""
         log, world = self.log, self.world
+        self.beat("reduce", step=step.index)
         if log.measure and world.size > 1:
             begin = log.clock()
             world.rendezvous(0, world.size)
             log.add("wait", begin, log.clock())
         if not self.backend.closing_dummy:  # else the closing dummy's backward has done it
             self.driver.end()
-        totals = loss_sum.reshape(1)
+        stop = self._stop_flag is not None and self._stop_flag.raised
+        totals = torch.stack((loss_sum, torch.full_like(loss_sum, float(stop))))
         if world.size > 1:
             totals = world.wire.all_reduce(totals, world.group)
+        self.stop_requested = bool(totals[1] > 0)
+        if not bool(torch.isfinite(totals[0])):
+            raise_non_finite(world, step)
         begin = log.clock()
         if self.runtime.max_grad_norm is not None:
             step.grad_norm = float(self.driver.clip(self.runtime.max_grad_norm))
@@ -216,6 +255,7 @@ class Engine:
             self.scheduler.step()
         log.add("optimizer", begin, log.clock())
         log.add("step", started_us, log.clock(), tokens=step.tokens)
+        self.beat(IDLE, step=step.index)
         step.loss = float(totals[0]) / step.denominator if step.denominator else 0.0
 
     def state_dict(self) -> dict[str, Any]:

@@ -85,6 +85,7 @@ class StepLoader:
         """Agree on a step with all ranks and make its groups."""
         world, events = self.engine.world, self.engine.log
         events.step = prepared.step
+        self.engine.beat("agree", step=prepared.step)
         try:
             denominator = agree(
                 world, prepared.plan, prepared.weight, prepared.trouble, prepared.indices

@@ -21,8 +21,14 @@ import torch
 from torch import Tensor
 
 from megatron_dcp.dispatch import Shard
-from megatron_dcp.dist import PlacementContext, set_current, use_placement
-from megatron_dcp.errors import ConfigError
+from megatron_dcp.dist import (
+    DataWorld,
+    PlacementContext,
+    gather_bytes,
+    set_current,
+    use_placement,
+)
+from megatron_dcp.errors import ConfigError, NonFiniteLossError
 from megatron_dcp.plan import Placement, StepPlan
 from megatron_dcp.runtime.schedule import Work
 
@@ -43,6 +49,7 @@ class Microbatch:
         self._batch_dim = batch_dim
         self.started_us = 0
         self.done = False
+        self.loss_sum: Tensor | None = None
 
     def _view(self, x: Tensor) -> Tensor:
         return x.unsqueeze(0) if self._batch_dim else x
@@ -153,6 +160,7 @@ class Step:
 
     def _begin(self, index: int, mb: Microbatch) -> None:
         log, p = self.engine.log, mb.placement
+        self.engine.beat("placement", self.plan, self.index, p)
         if log.measure and p.degree > 1:
             begin = log.clock()
             self.engine.world.rendezvous(p.first_rank, p.degree)
@@ -172,6 +180,7 @@ class Step:
         else:
             scaled = loss_sum * self._scale()
             self._loss_sum += loss_sum.detach().double()
+            mb.loss_sum = loss_sum.detach()
         with use_placement(mb.context):
             if mb.closing:
                 engine.driver.end(lambda: scaled)
@@ -222,3 +231,22 @@ class Step:
         self.finished = True
         assert self.loss is not None
         return self.loss
+
+
+def raise_non_finite(world: DataWorld, step: Step) -> None:
+    """Every rank raises alike, naming the samples whose microbatch gave a loss that is no number.
+
+    Raised before clipping and the optimizer, so that parameters are still those of the step before.
+    """
+    mine = [
+        f"slot {mb.placement.slot}, block from rank {mb.placement.first_rank}: data set samples "
+        f"{[step.indices[i] for i in mb.placement.samples]}"
+        for mb in step.microbatches
+        if mb.loss_sum is not None and not bool(torch.isfinite(mb.loss_sum))
+    ]
+    texts = [b.decode() for b in gather_bytes(world, "; ".join(mine).encode())]
+    named = "; ".join(dict.fromkeys(t for t in texts if t))
+    raise NonFiniteLossError(
+        f"step {step.index}: the loss is not finite in {named or 'no single microbatch'}; the "
+        "optimizer was not stepped. Look at these samples, or lower the learning rate."
+    )

@@ -38,6 +38,8 @@ def initialize(
     measure: bool = False,
     plan_ahead: int = 1,
     timeout_s: float | None = None,
+    watchdog_s: float | None = None,
+    watchdog_dir: str = ".",
     planes: Sequence[Sequence[int]] | None = None,
     world: DataWorld | None = None,
 ) -> Engine:
@@ -72,6 +74,8 @@ def initialize(
         plan_ahead=plan_ahead,
         measure=measure,
         timeout_s=timeout_s,
+        watchdog_s=watchdog_s,
+        watchdog_dir=watchdog_dir,
     )
     return Engine(
         model=model,

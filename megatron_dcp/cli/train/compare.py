@@ -89,7 +89,7 @@ def compare(
             say(f"repeat {repeat + 1}/{options.repeats}: {runner.name}")
     writer.close()
     for runner in runners:
-        runner.engine.world.close()
+        runner.engine.close()
     if world.rank == 0:
         summary.write(out)
         for name, (plan, events) in drawn.items():

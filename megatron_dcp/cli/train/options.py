@@ -64,10 +64,30 @@ class TrainOptions:
     virtual: bool = True
     """quickstart: replay 8- and 32-rank plans on one core."""
 
+    train_steps: int | None = None
+    """Instead of a comparison: train the last of --strategies for so many steps, with checkpoints
+    in OUT/checkpoints and one line per step in OUT/steps.jsonl."""
+
+    checkpoint_every: int = 10
+    """Steps between checkpoints of --train-steps; the last step always writes one."""
+
+    resume: bool = False
+    """Go on from the newest checkpoint of OUT, where there is one (--train-steps)."""
+
+    allow_previous: bool = False
+    """If the newest checkpoint is damaged, take the one before and repeat the steps since."""
+
+    watchdog_s: float = 300.0
+    """A rank that waits longer than this inside a step ends the job and says for whom."""
+
     def __post_init__(self) -> None:
-        for name in ("max_length", "global_batch", "steps", "repeats"):
+        for name in ("max_length", "global_batch", "steps", "repeats", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.train_steps is not None and self.train_steps < 1:
+            raise ConfigError("--train-steps must be at least 1")
+        if (self.resume or self.allow_previous) and self.train_steps is None:
+            raise ConfigError("--resume and --allow-previous belong to --train-steps; pass it too")
         if self.link_mbytes_per_s is not None and self.scale_model != "none":
             raise ConfigError("--link-mbytes-per-s and --scale-model both set the link; pass one")
         if self.link_mbytes_per_s is not None and self.link_mbytes_per_s <= 0:

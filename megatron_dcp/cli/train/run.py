@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from megatron_dcp.cli.train.calibrate import (
     fit_overlap,
 )
 from megatron_dcp.cli.train.compare import compare
+from megatron_dcp.cli.train.long import train_long
 from megatron_dcp.cli.train.model import Gpt, GptConfig
 from megatron_dcp.cli.train.options import SCALE_RATIO, TrainOptions
 from megatron_dcp.cli.train.scale import paced_us_per_byte
@@ -47,11 +49,10 @@ def main(argv: list[str]) -> int:
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
     try:
-        _Trainer(options).run()
+        return _Trainer(options).run()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    return 0
 
 
 def pin_threads() -> None:
@@ -85,9 +86,17 @@ class _Trainer:
         self.config = GptConfig()
         self.model = Gpt(self.config)
         wrap_layers(self.model.layers)
-        self.say(f"calibrating on {self.size} rank(s)")
-        self.measured = self._calibrate(world)
         world.close()
+
+    @cached_property
+    def measured(self) -> _Measured:
+        """Calibration, when a run first needs it; all ranks come here together."""
+        self.say(f"calibrating on {self.size} rank(s)")
+        world = DataWorld()
+        try:
+            return self._calibrate(world)
+        finally:
+            world.close()
 
     def say(self, text: str) -> None:
         if self.rank == 0:
@@ -140,10 +149,18 @@ class _Trainer:
         )  # fmt: skip
         return _of_rank_0(own)
 
-    def run(self) -> None:
+    def run(self) -> int:
+        """Exit status: 0, or `STOP_STATUS` when preempted after a checkpoint."""
+        if self.options.train_steps is not None:
+            return train_long(
+                self.options, corpus=self.corpus, model=self.model, say=self.say,
+                fitted=lambda: self._profile(
+                    self.measured.link, self.options.budget_tokens, Overlap()
+                ),
+            )  # fmt: skip
         if self.options.suite == "one":
             self._show(self.options.out, self._compare(self.options, self.options.out))
-            return
+            return 0
         out = self.options.out
         results: list[tuple[Path, RunSummary]] = []
         if self.options.suite == "quickstart":
@@ -157,6 +174,7 @@ class _Trainer:
                 results.append((folder, self._virtual(ranks, ranks_per_node, folder)))
         for folder, summary in results:
             self._show(folder, summary)
+        return 0
 
     def _strategies(self) -> list[str]:
         names = self.options.strategy_names
