@@ -76,7 +76,6 @@ class StepLoader:
                         f"step {step.index} was left unfinished; call step.finish() before the "
                         "next step"
                     )
-                self.position += 1
         finally:
             if executor is not None:
                 executor.shutdown(wait=True, cancel_futures=True)
@@ -109,10 +108,14 @@ class StepLoader:
             prepared.work,
             denominator,
             batch_dim=self.batch_dim,
+            on_finish=self._finished,
         )
         step.metrics["planner_exposed_ms"] = exposed_ms
         step.metrics["plan_us"] = prepared.plan_us[1] - prepared.plan_us[0]
         return step
+
+    def _finished(self, step: Step) -> None:
+        self.position = step.index + 1
 
     def _count(self, prepared: Prepared) -> None:
         self.dropped += prepared.dropped

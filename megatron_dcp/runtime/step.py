@@ -14,7 +14,7 @@ order, before `finish`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +119,9 @@ class Step:
         denominator: float,
         *,
         batch_dim: bool,
+        on_finish: Callable[[Step], None] | None = None,
     ) -> None:
+        self._on_finish = on_finish
         self.engine, self.index, self.plan, self.indices = engine, index, plan, indices
         self.denominator = denominator
         self.microbatches = [Microbatch(self, w, s, batch_dim=batch_dim) for w, s in work]
@@ -229,6 +231,8 @@ class Step:
             self._start()
         self.engine.finish_step(self, self._loss_sum, self._started_us)
         self.finished = True
+        if self._on_finish is not None:
+            self._on_finish(self)
         assert self.loss is not None
         return self.loss
 

@@ -67,6 +67,7 @@ def training_case(
         "digests": digests,
         "exposed_ms": exposed,
         "parameters": _fingerprint(model),
+        "numel": sum(p.numel() for p in model.parameters()),
         "lr": scheduler.get_last_lr()[0],
         "events": engine.take_events(),
         "communicators": world.communicators,

@@ -1,0 +1,71 @@
+"""Ranks that disagree or cannot go on: what every rank is told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import megatron_dcp as mdcp
+from megatron_dcp.errors import MdcpError
+from megatron_dcp.plan import StepPlan
+from megatron_dcp.planner import PlanRequest
+from megatron_dcp.testing.cases.attention import cached_world
+from megatron_dcp.testing.cases.gradients import Samples, run_step
+from megatron_dcp.testing.models import TinyModel
+from megatron_dcp.testing.plans import plan_request, random_plan, tiny_profile
+
+
+class Torn(Samples):
+    """One sample of it cannot be read."""
+
+    torn = -1
+
+    def __getitem__(self, index: int) -> Any:
+        if index == self.torn:
+            raise OSError("disk error 5")
+        return super().__getitem__(index)
+
+
+def disagreement(*, fault: str, odd: int = 1) -> dict[str, Any]:
+    """Run steps with a fault on one rank; returns what this rank was told and how far it came."""
+    world = cached_world()
+    here = world.rank == odd
+    lengths = [9, 4, 30, 7, 12, 5, 9, 9]
+    if fault == "lengths" and here:
+        lengths = [9, 4, 31, 7, 12, 5, 9, 9]
+    data = Torn([9] * 8 if fault == "order" else lengths, 0)
+    data.torn = 2 if fault == "unreadable" else -1
+
+    def make(request: PlanRequest) -> StepPlan:
+        plan = random_plan(request, 3)
+        if fault == "plan" and here:
+            first = replace(plan.placements[0], time_us=plan.placements[0].time_us + 1)
+            return replace(plan, placements=(first, *plan.placements[1:]))
+        if fault == "planner" and here:
+            raise RuntimeError("planner crashed")
+        if fault == "other workload":
+            return random_plan(plan_request([3, 3], world.size), 0)
+        return plan
+
+    engine = mdcp.initialize(
+        TinyModel(), cost=tiny_profile(), world=world, plan_fn=make, plan_ahead=1
+    )
+    seed = world.rank if fault == "order" else 0
+    loader = engine.dataloader(data, global_batch_size=4, lengths="lengths", seed=seed)
+    done = 0
+    sent = dict(world.wire.sent)
+    try:
+        for step in loader:
+            run_step(engine, step)
+            done += 1
+    except MdcpError as error:
+        kinds = {k for k, n in world.wire.sent.items() if n != sent.get(k, 0)}
+        return {
+            "type": type(error).__name__,
+            "error": str(error),
+            "done": done,
+            "sent": sorted(kinds),
+        }
+    except RuntimeError as error:
+        return {"type": type(error).__name__, "error": str(error), "done": done, "sent": []}
+    return {"type": "", "error": "", "done": done, "sent": []}

@@ -1,0 +1,221 @@
+"""The loop on one rank: what it returns, and misuse that is told at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_dcp as mdcp
+from megatron_dcp.errors import ConfigError, PlanError
+from megatron_dcp.runtime import Engine
+from megatron_dcp.testing.models import TinyModel, weighted_loss_sum
+from megatron_dcp.testing.plans import finish_plan, tiny_profile
+
+FUNCTION = "a function of the index"
+
+
+class Texts:
+    """Items are arrays; lengths come in several forms."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Any:
+        return np.arange(self.lengths[index]) % 64
+
+
+def engine(**options: Any) -> Engine:
+    model = TinyModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return mdcp.initialize(model, optimizer, cost=tiny_profile(), strategy="static", **options)
+
+
+def run(e: Engine, mb: Any) -> None:
+    mb.backward(weighted_loss_sum(e.model(**mb.inputs), mb.labels, mb.weights))
+
+
+@pytest.mark.parametrize("source", ["lengths", [7, 9, 3, 5], np.array([7, 9, 3, 5]), FUNCTION])
+def test_lengths_come_in_any_form(source: Any) -> None:
+    e, data = engine(), Texts([7, 9, 3, 5])
+    lengths = (lambda i: data.lengths[i]) if source is FUNCTION else source
+    loader = e.dataloader(data, global_batch_size=2, lengths=lengths, epochs=2)
+    losses = []
+    for step in loader:
+        for mb in step:
+            run(e, mb)
+        losses.append(step.finish())
+    assert len(losses) == len(loader) == 4
+    assert losses[-1] < losses[0]
+    assert loader.position == 4
+
+
+def test_batch_dim_adds_a_leading_one() -> None:
+    e = engine()
+    loader = e.dataloader(Texts([7, 9]), global_batch_size=2, lengths="lengths", batch_dim=True)
+    mb = next(iter(loader)).microbatches[0]
+    assert mb.inputs["input_ids"].shape == mb.labels.shape == mb.weights.shape == (1, mb.tokens)
+
+
+def test_a_step_left_unfinished_is_told() -> None:
+    loader = engine().dataloader(Texts([7, 9]), global_batch_size=1, lengths="lengths")
+    steps = iter(loader)
+    next(steps)
+    with pytest.raises(ConfigError, match="left unfinished"):
+        next(steps)
+
+
+def test_a_microbatch_must_be_run_backward() -> None:
+    e = engine()
+    step = next(iter(e.dataloader(Texts([7]), global_batch_size=1, lengths="lengths")))
+    with pytest.raises(ConfigError, match="have not been run"):
+        step.finish()
+    with pytest.raises(ConfigError, match="was not run backward"):
+        for _ in step:
+            pass
+    with pytest.raises(ConfigError, match="iterated twice"):
+        next(iter(step))
+
+
+def test_backward_wants_one_scalar_with_a_graph() -> None:
+    e = engine()
+    step = next(iter(e.dataloader(Texts([7]), global_batch_size=1, lengths="lengths")))
+    for mb in step:
+        with pytest.raises(ConfigError, match="scalar with a graph"):
+            mb.backward(torch.zeros(3))
+        with pytest.raises(ConfigError, match="scalar with a graph"):
+            mb.backward(torch.zeros(()))
+        run(e, mb)
+        with pytest.raises(ConfigError, match="called twice"):
+            run(e, mb)
+    step.finish()
+    with pytest.raises(ConfigError, match="finished twice"):
+        step.finish()
+
+
+def test_a_step_without_any_label_has_loss_zero_and_zero_gradients() -> None:
+    e = mdcp.initialize(TinyModel(), cost=tiny_profile(), strategy="static")
+    step = next(iter(e.dataloader(Texts([1, 1]), global_batch_size=2, lengths="lengths")))
+    for mb in step:
+        run(e, mb)
+    assert step.denominator == 0.0
+    assert step.finish() == 0.0
+    assert all(not p.grad.any() for p in e.model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([3, 0], "sample 1 has length 0"),
+        ([3, 2.5], "integers"),
+        ([3], "1 lengths given for a data set of 2"),
+        ("nothing", "no such attribute, column or item key"),
+    ],
+)
+def test_unusable_lengths(lengths: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine().dataloader(Texts([3, 2]), global_batch_size=1, lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory": -1.0}, "memory="),
+        ({"memory": "8GB"}, "memory="),
+        ({"lockstep": 3}, "lockstep"),
+    ],
+)
+def test_unusable_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine(**options)
+
+
+def test_cost_auto_says_what_is_needed() -> None:
+    with pytest.raises(ConfigError, match="mdcp profile"):
+        mdcp.initialize(TinyModel())
+
+
+def small_budget() -> float:
+    """GB for 10 recomputed tokens of the tiny profile: 2 layers x 100 bytes each."""
+    return 10 * 2 * 100 / 1e9
+
+
+def test_a_sample_that_cannot_fit_is_an_error_with_its_id_and_bytes() -> None:
+    e = engine(memory=small_budget())
+    loader = e.dataloader(Texts([4, 25, 4]), global_batch_size=3, lengths="lengths")
+    with pytest.raises(PlanError, match=r"sample 1 of 25 tokens.*needs 5000 bytes.*has 10 tokens"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize(("policy", "tokens"), [("drop", 8), ("truncate", 18)])
+def test_oversize_samples_are_dropped_or_cut_and_counted(policy: Any, tokens: int) -> None:
+    e = engine(memory=small_budget(), oversize=policy)
+    loader = e.dataloader(Texts([4, 25, 4]), global_batch_size=3, lengths="lengths")
+    for step in loader:
+        assert step.tokens == tokens
+        for mb in step:
+            run(e, mb)
+        step.finish()
+    assert (loader.dropped, loader.cut) == ((1, 0) if policy == "drop" else (0, 1))
+
+
+def test_max_length_clips() -> None:
+    e = engine()
+    loader = e.dataloader(Texts([4, 25]), global_batch_size=2, lengths="lengths", max_length=6)
+    assert sorted(next(iter(loader)).plan.lengths) == [4, 6]
+
+
+def test_a_plan_that_recomputes_more_than_the_model_has_is_refused() -> None:
+    def make(request: Any) -> Any:
+        from megatron_dcp.plan import Placement
+
+        placement = Placement(slot=0, first_rank=0, degree=1, samples=(0,), recompute=2)
+        return finish_plan(request, [placement])
+
+    model = TinyModel(layers=1)
+    e = mdcp.initialize(model, cost=tiny_profile(), plan_fn=make)
+    loader = e.dataloader(Texts([4]), global_batch_size=1, lengths="lengths")
+    with pytest.raises(ConfigError, match="none wrapped"):
+        next(iter(loader))
+    e.wrap_layers(model.layers)
+    with pytest.raises(ConfigError, match=r"recomputes 2 layers .layers., the model has 1"):
+        next(iter(loader))
+
+
+def test_a_checkpoint_of_another_strategy_or_profile_is_refused() -> None:
+    e = engine()
+    e.load_state_dict(e.state_dict())
+    other = mdcp.initialize(
+        TinyModel(), cost=replace(tiny_profile(), attn_us_per_pair=1.0), strategy="packed:1"
+    )
+    with pytest.raises(ConfigError, match=r"strategy 'static'.*cost"):
+        other.load_state_dict(e.state_dict())
+
+
+def test_a_loader_resumes_at_its_position() -> None:
+    data = Texts([5, 6, 7, 8, 9, 10])
+
+    def losses(e: Engine, loader: Any, count: int) -> list[float]:
+        out: list[float] = []
+        for step in loader:
+            for mb in step:
+                run(e, mb)
+            out.append(step.finish())
+            if len(out) == count:
+                break
+        return out
+
+    e = engine()
+    whole = e.dataloader(data, global_batch_size=2, lengths="lengths", epochs=2)
+    assert len(losses(e, whole, 3)) == 3
+    state = whole.state_dict()
+    assert state["position"] == 3, "a finished step counts, also when the loop ends there"
+    again = e.dataloader(data, global_batch_size=2, lengths="lengths", epochs=2)
+    again.load_state_dict(state)
+    assert next(iter(again)).index == state["position"]

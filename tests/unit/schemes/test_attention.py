@@ -1,0 +1,54 @@
+"""`mdcp.attention` on one rank: packed evaluation, batch dimension, errors that say what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import megatron_dcp as mdcp
+from megatron_dcp.errors import ConfigError
+from megatron_dcp.testing.reference import dense_attention, visible
+
+
+def qkv(total: int, heads: int = 4, kv_heads: int = 2) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(total, h, 8, dtype=torch.float64) for h in (heads, kv_heads, kv_heads)]
+
+
+def test_packed_runs_samples_apart() -> None:
+    q, k, v = qkv(12)
+    with mdcp.packed([5, 7]) as pack:
+        out = mdcp.attention(q, k, v)
+        batched = mdcp.attention(q[None], k[None], v[None])
+    assert pack.position_ids.tolist() == [*range(5), *range(7)]
+    want = torch.cat(
+        [dense_attention(q[a:b], k[a:b], v[a:b], visible(b - a)) for a, b in ((0, 5), (5, 12))]
+    )
+    assert torch.allclose(out, want, atol=1e-12)
+    assert torch.equal(batched[0], out)
+
+
+def test_outside_a_microbatch_it_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match=r"no placement is current.*mdcp\.packed"):
+        mdcp.attention(*qkv(3))
+
+
+def test_the_placement_ends_with_its_block() -> None:
+    with mdcp.packed([3]):
+        mdcp.attention(*qkv(3))
+    with pytest.raises(ConfigError, match="no placement"):
+        mdcp.attention(*qkv(3))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((4, 4, 8), (4, 2, 8), (4, 2, 8)), "this rank holds 3 rows"),
+        (((3, 4, 8), (3, 3, 8), (3, 3, 8)), "multiple of KV heads"),
+        (((3, 4, 8), (3, 2, 8), (3, 1, 8)), "k and v alike"),
+        (((3, 32), (3, 16), (3, 16)), "tokens, heads, head_dim"),
+    ],
+)
+def test_wrong_shapes_are_named(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+    with mdcp.packed([3]), pytest.raises(ConfigError, match=message):
+        mdcp.attention(*(torch.zeros(s) for s in shapes))
