@@ -45,6 +45,7 @@ from megatron_dcp.cost.profiling import (
 from megatron_dcp.dist import DataWorld, PlacementContext, make_context, use_placement
 from megatron_dcp.errors import AgreementError, ConfigError
 from megatron_dcp.plan import Placement, Topology
+from megatron_dcp.runtime.fingerprint import model_fingerprint
 from megatron_dcp.runtime.memory import PeakMemory
 
 LossFn = Callable[[nn.Module, Tensor, Tensor, Tensor], Tensor]
@@ -232,14 +233,10 @@ def modes_to_measure(shape: ModelShape, topology: Topology) -> dict[int, list[Mo
 
 
 def fingerprint(world: DataWorld, subject: Subject) -> dict[str, Any]:
-    """What a profile is valid for: device, model shape, torch, threads."""
-    if world.device.type == "cuda":
-        device = torch.cuda.get_device_name(world.device)
-    else:
-        device = f"cpu, {torch.get_num_threads()} threads"
+    """What a profile is valid for: device, weights, model shape, torch, ranks."""
     s = subject.shape
     return {
-        "device": device,
+        **model_fingerprint(subject.build(s.layers), world.device),
         "model": f"{s.layers}x{s.hidden}, {s.heads}/{s.kv_heads}x{s.head_dim}, {s.vocab}",
         "element_bytes": s.element_bytes,
         "torch": torch.__version__.partition("+")[0],
@@ -289,8 +286,7 @@ def profile_model(
                 _append(points_file, mine, done[case])
         if progress is not None and world.rank == 0:
             progress(k + 1, len(cases), _say(case, done.get(case)))
-    whole = subject.build(subject.shape.layers)
-    static = sum(p.numel() for p in whole.parameters()) * state_bytes_per_parameter
+    static = mine["parameters"] * state_bytes_per_parameter
     return fit_profile(
         [done[c] for c in cases if c in done], subject.shape, name=name, pairs=subject.pairs,
         static_bytes=static, budget_bytes=budget_bytes, fingerprint=mine,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,13 +11,17 @@ from torch import nn
 
 from megatron_dcp.config import Normalize, Oversize, PlannerConfig, RuntimeConfig
 from megatron_dcp.cost import CostProfile, resolve
+from megatron_dcp.cost.profiling import check_fingerprint
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.runtime import Engine
 from megatron_dcp.runtime.backend import detect
+from megatron_dcp.runtime.fingerprint import model_fingerprint
 from megatron_dcp.runtime.prepare import PlanFn
 
 __all__ = ["initialize"]
+
+log = logging.getLogger("megatron_dcp")
 
 
 def initialize(
@@ -24,6 +29,7 @@ def initialize(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     cost: str | CostProfile = "auto",
+    force_cost: bool = False,
     memory: str | float = "auto",
     strategy: str = "dcp",
     backend: str | None = None,
@@ -48,6 +54,7 @@ def initialize(
     model: a module, or one wrapped in DistributedDataParallel or by `fully_shard`; its attention
     calls `mdcp.attention`. optimizer, scheduler: stepped once per `step.finish()`; without an
     optimizer gradients are left in place. cost: a profile, a preset's name or a profile file.
+    force_cost: use a fitted profile although it was measured on another device or model.
     backend: how the wrapper is driven, default as found (see
     runtime.backend). memory: `auto` takes the profile's budget, a number is GB (1e9 bytes) per
     rank. plan_fn: makes
@@ -83,7 +90,7 @@ def initialize(
         scheduler=scheduler,
         backend=descriptor,
         world=world,
-        profile=_profile(cost, model),
+        profile=_profile(cost, model, device, force=force_cost),
         planner=planner,
         runtime=runtime,
         ranks_per_node=ranks_per_node,
@@ -99,12 +106,17 @@ def _gigabytes(memory: str | float) -> float | None:
     return float(memory)
 
 
-def _profile(cost: str | CostProfile, model: nn.Module) -> CostProfile:
-    if isinstance(cost, CostProfile):
-        return cost
-    if cost != "auto":
-        return resolve(cost)
-    raise ConfigError(
-        "cost='auto' needs a profile of this model and device; run `mdcp profile` and pass its "
-        "file, or pass a preset's name or a CostProfile"
-    )
+def _profile(
+    cost: str | CostProfile, model: nn.Module, device: torch.device, *, force: bool
+) -> CostProfile:
+    """Resolve `cost`; a fitted profile must fit this device and model (or be forced)."""
+    if cost == "auto":
+        raise ConfigError(
+            "cost='auto' needs a profile of this model and device; run `mdcp profile` and pass its "
+            "file, or pass a preset's name or a CostProfile"
+        )
+    profile = resolve(cost) if isinstance(cost, str) else cost
+    differing = check_fingerprint(profile, model_fingerprint(model, device), force=force)
+    if differing:
+        log.warning("cost profile %s forced: %s", profile.name, "; ".join(differing))
+    return profile
