@@ -42,6 +42,16 @@ class EventWriter:
         self._file.close()
 
 
+def step_window(events: Iterable[Event]) -> tuple[int, int]:
+    """First start and last end, us, of the step itself. Plans and data are made ahead, so events of
+    kind `plan` and `data` may lie long before it and do not count."""
+    inside = [e for e in events if e["kind"] not in ("plan", "data")]
+    if not inside:
+        raise ConfigError("no event of a running step among those given")
+    steps = [e for e in inside if e["kind"] == "step"] or inside
+    return min(e["start_us"] for e in steps), max(e["end_us"] for e in steps)
+
+
 def read_events(run: str | Path) -> list[dict[str, Any]]:
     """All events of a run directory, ordered by rank and then as written."""
     return [event for path in _event_files(Path(run)) for event in _read_lines(path)]

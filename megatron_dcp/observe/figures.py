@@ -125,7 +125,7 @@ def degrees_by_length(pairs: Sequence[tuple[int, int]], title: str) -> Any:
         part, _ = np.histogram(chosen, edges, weights=chosen)
         share = np.divide(100 * part, total, out=np.zeros_like(total), where=total > 0)
         figure.add_bar(x=names, y=share, name=f"degree {degree}", marker_color=colour)
-    figure.update_layout(barmode="stack")
+    figure.update_layout(barmode="stack", showlegend=True)
     figure.update_xaxes(tickangle=-45)
     _layout(figure, title, "sample length (tokens)", "share of the class's tokens (%)", height=480)
     return figure.update_layout(legend={"orientation": "h", "yanchor": "bottom", "y": 1.0, "x": 0})
@@ -186,6 +186,9 @@ def lines(
     if from_zero:
         figure.update_yaxes(rangemode="tozero")
     figure.update_layout(showlegend=True)
+    longest = max((len(points) for points in series.values()), default=0)
+    if not log_x and longest <= 20:
+        figure.update_xaxes(dtick=1)
     if log_x:
         values = sorted({p[0] for points in series.values() for p in points})
         figure.update_xaxes(type="log", tickvals=values, ticktext=[f"{v:,.0f}" for v in values])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_dcp.observe.events import Event
+from megatron_dcp.observe.events import Event, step_window
 from megatron_dcp.observe.figures import Bar
 from megatron_dcp.observe.timeline import degree_colours
 from megatron_dcp.plan import StepPlan, timeline
@@ -56,15 +56,15 @@ def measured_bars(plan: StepPlan, events: Sequence[Event], suffix: str = "measur
     """Bars of the events of one step; placements carry the degree's colour, the rest its kind's."""
     colours = degree_colours([p.degree for p in plan.placements])
     shown = set(shown_ranks(plan.topology.data_ranks))
-    origin = min((e["start_us"] for e in events if e["kind"] == "step"), default=None)
-    if origin is None:
-        origin = min(e["start_us"] for e in events)
+    origin, _ = step_window(events)
     out = []
     for e in sorted(events, key=lambda e: (e["rank"], e["kind"] != "placement", e["start_us"])):
         if e["rank"] not in shown or e["kind"] == "step":
             continue
+        if e["end_us"] <= origin:  # planned or read ahead, while an earlier step ran
+            continue
         lane = f"rank {e['rank']} {suffix}"
-        span = (e["start_us"] - origin, e["end_us"] - origin)
+        span = (max(0, e["start_us"] - origin), e["end_us"] - origin)
         if e["kind"] == "placement":
             d = e["degree"]
             text = f"slot {e.get('slot')}, {e.get('tokens', 0):,} tokens<br>degree {d}"

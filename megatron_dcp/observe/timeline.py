@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcp.errors import ConfigError
-from megatron_dcp.observe.events import Event
+from megatron_dcp.observe.events import Event, step_window
 from megatron_dcp.plan import StepPlan, timeline
 
 _PALETTE = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#999933", "#882255")
@@ -87,8 +87,7 @@ def _planned(axis: Any, plan: StepPlan, colours: dict[int, str]) -> None:
 
 
 def _measured(axis: Any, events: Sequence[Event], colours: dict[int, str], ranks: int) -> None:
-    start = min(e["start_us"] for e in events)
-    end = max(e["end_us"] for e in events)
+    start, end = step_window(events)
     _lanes(axis, ranks, f"measured: {(end - start) / 1e3:.1f} ms")
     for e in events:
         span = (e["start_us"] - start, e["end_us"] - start)

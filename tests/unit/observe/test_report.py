@@ -11,6 +11,8 @@ import pytest
 from megatron_dcp.cli.main import main
 from megatron_dcp.cli.report import simulate_steps
 from megatron_dcp.errors import ConfigError
+from megatron_dcp.observe.events import step_window
+from megatron_dcp.observe.lanes import measured_bars
 from megatron_dcp.observe.report import error_quantiles
 from megatron_dcp.observe.run_dir import idle_by_rank, placement_times, planning_us, read_run
 from megatron_dcp.observe.trace import trace_events
@@ -44,6 +46,19 @@ def test_steps_are_simulated_under_the_runs_profile(run_dir):
         assert measured == pytest.approx(simulated, rel=0.25)  # 5 % noise per rank and slot
     (run_dir / "cost.json").unlink()
     assert simulate_steps(run) == {}
+
+
+def test_lanes_begin_with_the_step_although_it_was_planned_long_before(run_dir):
+    step = read_run(run_dir).steps[3]
+    ahead = {"rank": 0, "step": step.step, "kind": "plan", "start_us": 0, "end_us": 100}
+    events = [*step.events, ahead]
+    start, end = step_window(events)
+    assert start == step.start_us
+    bars = measured_bars(step.plan, events)
+    assert min(b.start_us for b in bars) == 0
+    assert max(b.end_us for b in bars) <= end - start
+    with pytest.raises(ConfigError, match="no event"):
+        step_window([ahead])
 
 
 def test_error_quantiles():
