@@ -1,7 +1,8 @@
 """Chrome/Perfetto trace of a run: `.json.gz` with one process per rank.
 
 Tracks of a process: `planned` (the plan's replay, aligned to the measured start of the step),
-`measured` (steps, and in them placements, waits, reductions) and `communication`. All events are
+`measured` (steps, and in them placements, waits, reductions), `communication`, and `ahead` (plans
+made and data read for a later step). All events are
 complete events ("ph": "X") in us; nested ones lie inside their parents, and what would cross a
 neighbour's border is cut at it, because viewers refuse events that overlap without nesting.
 """
@@ -17,8 +18,11 @@ from typing import Any
 from megatron_dcp.observe.run_dir import MeasuredStep, Run
 from megatron_dcp.plan import timeline
 
-PLANNED, MEASURED, COMMUNICATION = 0, 1, 2
-_TRACKS = {PLANNED: "planned", MEASURED: "measured", COMMUNICATION: "communication"}
+PLANNED, MEASURED, COMMUNICATION, AHEAD = 0, 1, 2, 3
+_TRACKS = {PLANNED: "planned", MEASURED: "measured", COMMUNICATION: "communication", AHEAD: "ahead"}
+
+
+_TRACK_OF = {"comm": COMMUNICATION, "plan": AHEAD, "data": AHEAD}
 
 
 def _complete(name: str, rank: int, track: int, start: float, end: float, **args: Any) -> dict[
@@ -67,7 +71,7 @@ def _measured(step: MeasuredStep, origin: int) -> Iterator[dict[str, Any]]:
             name = f"degree {e['degree']}"
         else:
             name = e["kind"]
-        track = COMMUNICATION if e["kind"] == "comm" else MEASURED
+        track = _TRACK_OF.get(e["kind"], MEASURED)
         known = {"kind", "rank", "start_us", "end_us"}
         args = {k: v for k, v in e.items() if k not in known}
         yield _complete(name, e["rank"], track, start, end, **args)

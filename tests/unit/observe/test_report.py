@@ -83,7 +83,7 @@ def test_trace_events_nest_on_every_track(run_dir):
             assert not open_ends or e["ts"] + e["dur"] <= open_ends[-1]
             open_ends.append(e["ts"] + e["dur"])
     names = {e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    assert names == {"planned", "measured", "communication"}
+    assert names == {"planned", "measured", "communication", "ahead"}
 
 
 class _Resources(html.parser.HTMLParser):
