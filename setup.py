@@ -116,7 +116,7 @@ setup(
         "highspy>=1.7",
     ],
     extras_require={
-        "torch": ["torch>=2.10"],
+        "torch": ["torch>=2.10", "safetensors>=0.4"],
         # Kept as names of their own so that they may leave the base set one day.
         "cli": ["tyro>=0.9", "rich>=13"],
         "report": ["matplotlib>=3.8", "plotly>=5.20"],

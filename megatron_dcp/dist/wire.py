@@ -57,12 +57,14 @@ class Wire:
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
+        self.calls = 0  # messages and collectives begun: how far a rank has come
         self.pacer: LinkPacer | None = None
         self.listener: CommListener | None = None
 
     def post(self, kind: str, nbytes: int) -> float | None:
         """Count bytes and queue them on the link."""
         self.sent[kind] += nbytes
+        self.calls += 1
         return self.pacer.post(nbytes) if self.pacer is not None and nbytes else None
 
     def settle(self, deadline: float | None) -> None:

@@ -179,6 +179,7 @@ def _part(folder: Path) -> Path:
 
 
 def _write(folder: Path, tensors: Mapping[str, Tensor], body: dict[str, Any]) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     part = _part(folder)
@@ -186,7 +187,11 @@ def _write(folder: Path, tensors: Mapping[str, Tensor], body: dict[str, Any]) ->
         shutil.rmtree(part)
     part.mkdir(parents=True)
     # safetensors refuses tensors that share memory (tied weights): give each its own.
-    save_file({n: x.detach().clone().contiguous() for n, x in tensors.items()}, part / TENSORS)
+    own = {n: x.detach().clone().contiguous() for n, x in tensors.items()}
+    try:
+        save_file(own, part / TENSORS)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     _sync(part / TENSORS)
     body = {**body, "tensors_sha256": _sha256(part / TENSORS)}
     text = json.dumps(body, sort_keys=True)

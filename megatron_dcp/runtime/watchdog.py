@@ -54,10 +54,14 @@ class Watchdog:
         if world.size > 1:
             default = dist.distributed_c10d._get_default_store()
             # One prefix per plane: data rank r of each plane has its own beat.
-            self._store = dist.distributed_c10d.PrefixStore(f"mdcp/watchdog/{world.global_ranks[0]}", default)
+            self._store = dist.distributed_c10d.PrefixStore(
+                f"mdcp/watchdog/{world.global_ranks[0]}", default
+            )
         self._plan: StepPlan | None = None
-        self._beat: dict[str, Any] = {"phase": IDLE}
+        self._beat: dict[str, Any] = {"phase": IDLE, "step": -1, "calls": 0}
+        self._calls = 0  # of the wire when this rank beat last
         self._at = time.monotonic()
+        self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="mdcp-watchdog", daemon=True)
         self._thread.start()
@@ -67,7 +71,7 @@ class Watchdog:
         placement: Placement | None = None,
     ) -> None:  # fmt: skip
         """This rank has come to a phase: `agree`, `placement`, `reduce` or IDLE."""
-        beat: dict[str, Any] = {"phase": phase, "step": step}
+        beat: dict[str, Any] = {"phase": phase, "step": step, "calls": 0}
         if placement is not None:
             beat |= {
                 "slot": placement.slot,
@@ -76,9 +80,9 @@ class Watchdog:
             }
         if plan is not None:
             self._plan = plan
-        self._beat, self._at = beat, time.monotonic()
-        if self._store is not None:
-            self._store.set(str(self.world.rank), json.dumps(beat))
+        with self._lock:
+            self._beat, self._at, self._calls = beat, time.monotonic(), self.world.wire.calls
+            self._tell()
 
     def close(self) -> None:
         self._stop.set()
@@ -92,10 +96,22 @@ class Watchdog:
                 self._print(word)
                 self._finish()
                 return
+            self._publish()
             stuck = time.monotonic() - self._at
             if self._beat["phase"] != IDLE and stuck > self.timeout_s:
                 self._report(stuck)
                 return
+
+    def _publish(self) -> None:
+        """Tell how many messages this rank has begun since its beat: who is behind in a placement
+        that all have entered."""
+        with self._lock:
+            self._beat = {**self._beat, "calls": self.world.wire.calls - self._calls}
+            self._tell()
+
+    def _tell(self) -> None:
+        if self._store is not None:
+            self._store.set(str(self.world.rank), json.dumps(self._beat))
 
     def _abort_word(self) -> str | None:
         try:
@@ -126,10 +142,11 @@ class Watchdog:
             )
             peers = range(mine["first_rank"], last + 1)
         beats = {r: self._beat_of(r) for r in peers if r != self.world.rank}
-        behind = {r: b for r, b in beats.items() if _order(b) < _order(mine)}
-        lines = [f"rank {r} is at {_place(b)}" for r, b in sorted(behind.items())]
-        missing = "; ".join(lines) or (
-            "all ranks of the block arrived: this rank's own work or the transport is stuck"
+        beats[self.world.rank] = mine
+        furthest = max(_order(b) for b in beats.values())
+        behind = {r: b for r, b in sorted(beats.items()) if _order(b) < furthest}
+        missing = "; ".join(f"rank {r} is at {_place(b)}" for r, b in behind.items()) or (
+            "all ranks are at the same message: the transport, or work on all of them, is stuck"
         )
         return (
             f"mdcp watchdog: rank {self.world.rank} has waited {stuck:.1f} s (limit "
@@ -140,7 +157,7 @@ class Watchdog:
     def _beat_of(self, rank: int) -> dict[str, Any]:
         store = self._store
         if store is None or not store.check([str(rank)]):
-            return {"phase": "never seen", "step": -1}
+            return {"phase": "never seen", "step": -1, "calls": 0}
         beat: dict[str, Any] = json.loads(store.get(str(rank)))
         return beat
 
@@ -165,13 +182,17 @@ class Watchdog:
 _PHASES = {"never seen": -1, IDLE: 0, "agree": 1, "placement": 2, "reduce": 3}
 
 
-def _order(beat: dict[str, Any]) -> tuple[int, int, int, int]:
+def _order(beat: dict[str, Any]) -> tuple[int, ...]:
     """Progress of a beat: IDLE after step k comes before `agree` of step k + 1."""
-    step = beat.get("step", -1) + (1 if beat["phase"] == IDLE else 0)
-    return (step, _PHASES[beat["phase"]], beat.get("slot", 0), beat.get("first_rank", 0))
+    step = beat["step"] + (1 if beat["phase"] == IDLE else 0)
+    place = (beat.get("slot", 0), beat.get("first_rank", 0))
+    return (step, _PHASES[beat["phase"]], *place, beat["calls"])
 
 
 def _place(beat: dict[str, Any]) -> str:
     if "slot" in beat:
-        return f"step {beat['step']}, slot {beat['slot']}, block from rank {beat['first_rank']}"
-    return f"step {beat.get('step')}, {beat['phase']}"
+        return (
+            f"step {beat['step']}, slot {beat['slot']}, block from rank {beat['first_rank']}, "
+            f"after {beat['calls']} messages"
+        )
+    return f"step {beat['step']}, {beat['phase']}"

@@ -63,22 +63,31 @@ def fit_compute(
     world: DataWorld, run: RunPack, layers: int, max_length: int, repeats: int = 2
 ) -> ComputeFit:
     """Time the packs (those that max_length allows) and fit the three compute terms."""
-    packs = [p for p in PACKS if max(p) <= max_length] or [(max_length,)]
+    packs = _packs(PACKS, max_length, least=4)
     _time_pack(world, run, packs[-1], 0, 1)  # allocator and page faults
     plain = [_time_pack(world, run, p, 0, repeats) for p in packs]
     base = fit([_features(p) for p in packs], plain)
     linear, attention, overhead = base.coefficients
-    again = [p for p in RECOMPUTE_PACKS if max(p) <= max_length] or packs[:1]
+    again = _packs(RECOMPUTE_PACKS, max_length, least=2)
     extra = [
         max(_time_pack(world, run, p, layers, repeats) - _predict(base, p), 1.0) for p in again
     ]
     rows = np.array([[linear * _features(p)[0], attention * _features(p)[1]] for p in again])
-    fractions = fit(rows, extra).coefficients if len(again) >= 2 else (1 / 3, 1 / 3)
+    fractions = fit(rows, extra).coefficients
     return ComputeFit(
         linear=linear, attention=attention, overhead=overhead,
         recompute_linear=fractions[0], recompute_attention=fractions[1],
         error=base.median_error, points=len(packs) + len(again),
     )  # fmt: skip
+
+
+def _packs(
+    wanted: Sequence[tuple[int, ...]], max_length: int, *, least: int
+) -> list[tuple[int, ...]]:
+    """The packs that max_length allows, filled up with packs of longest samples."""
+    packs = [p for p in wanted if max(p) <= max_length]
+    longest = [(max_length,) * n for n in (1, 4, 16, 64)]
+    return packs + longest[: max(least - len(packs), 0)]
 
 
 def _features(lengths: Sequence[int]) -> list[float]:

@@ -88,7 +88,7 @@ def _profile(
         resuming = gather_bytes(world, b"1" if resuming else b"0")[0] == b"1"
         if resuming:
             return load(path)
-        profile = fitted()
+        profile = fitted() if options.cost is None else load(options.cost)
         if world.rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
             path.write_text(dumps(profile))

@@ -77,6 +77,9 @@ class TrainOptions:
     allow_previous: bool = False
     """If the newest checkpoint is damaged, take the one before and repeat the steps since."""
 
+    cost: Path | None = None
+    """Plan with this cost profile instead of fitting one (--train-steps)."""
+
     watchdog_s: float = 300.0
     """A rank that waits longer than this inside a step ends the job and says for whom."""
 
@@ -86,8 +89,10 @@ class TrainOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
         if self.train_steps is not None and self.train_steps < 1:
             raise ConfigError("--train-steps must be at least 1")
-        if (self.resume or self.allow_previous) and self.train_steps is None:
-            raise ConfigError("--resume and --allow-previous belong to --train-steps; pass it too")
+        if (self.resume or self.allow_previous or self.cost) and self.train_steps is None:
+            raise ConfigError(
+                "--resume, --allow-previous and --cost belong to --train-steps; pass it too"
+            )
         if self.link_mbytes_per_s is not None and self.scale_model != "none":
             raise ConfigError("--link-mbytes-per-s and --scale-model both set the link; pass one")
         if self.link_mbytes_per_s is not None and self.link_mbytes_per_s <= 0:
