@@ -36,7 +36,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", {"head_dim": 8}),
     "gemma": ("GemmaConfig", {"num_key_value_heads": 1, "head_dim": 8}),
-    "gemma2": ("Gemma2Config", {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8}),
+    "gemma2": (
+        "Gemma2Config",
+        {
+            "head_dim": 8,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 8,
+            "attn_logit_softcapping": 5.0,  # low enough to cap the scores of a tiny model
+        },
+    ),
     "gemma3": (
         "Gemma3TextConfig",
         {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},

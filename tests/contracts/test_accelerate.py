@@ -1,0 +1,52 @@
+"""Loops of one's own with Accelerate-prepared models, on the real package."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("accelerate")
+
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_dcp.adapters.hf import initialize_accelerate
+from megatron_dcp.errors import AdapterError
+from megatron_dcp.testing.pool import WorkerPool
+
+CASE = "megatron_dcp.testing.cases.trainers:accelerate_case"
+
+
+@pytest.mark.parametrize("backend", ["ddp", "fsdp2", "zero1", "zero2"])
+def test_steps_equal_one_process(pool2: WorkerPool, backend: str) -> None:
+    """Accelerate's scheduler would step once per process; here it steps once per optimizer step."""
+    for r in pool2.run(2, CASE, seed=3, backend=backend):
+        assert r["backend"] == backend
+        assert r["error"] <= 2.4e-7
+        assert r["loss_error"] <= 2e-6
+        assert r["scheduler_steps"] == 3
+
+
+def accelerator(**changes: Any) -> Any:
+    """The attributes that are looked at, as an Accelerator has them."""
+    values = {
+        "gradient_accumulation_steps": 1,
+        "mixed_precision": "no",
+        "scaler": None,
+        "parallelism_config": None,
+        **changes,
+    }
+    return SimpleNamespace(**values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
+        ({"mixed_precision": "fp16", "scaler": object()}, "fp16"),
+        ({"parallelism_config": SimpleNamespace(sp_size=2, cp_size=1)}, "sp_size=2"),
+    ],
+)
+def test_settings_that_plans_change_are_refused(changes: dict[str, Any], message: str) -> None:
+    """Accelerate's own sequence parallelism fixes one degree per process; so it is refused."""
+    with pytest.raises(AdapterError, match=message):
+        initialize_accelerate(accelerator(**changes), object())

@@ -1,0 +1,181 @@
+"""Transformers models, `transformers.Trainer` and TRL's `SFTTrainer` on the real packages.
+
+Models: gradients of one step under a random plan (any degree, scheme and recomputation) against the
+stock model run sample by sample. The arithmetic is fp32 (norms and RoPE force it): a gradient may
+differ by the rounding of sums taken in another order, some 1e-6 of its tensor's largest entry.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+
+from megatron_dcp.adapters.hf import MdcpTrainerMixin, prepare
+from megatron_dcp.dist import packed
+from megatron_dcp.errors import AdapterError, ConfigError
+from megatron_dcp.testing.cases.hf import forget_rope
+from megatron_dcp.testing.hf_models import MODELS, tiny_model
+from megatron_dcp.testing.pool import WorkerPool
+
+MODEL = "megatron_dcp.testing.cases.hf:model_case"
+TRAINER = "megatron_dcp.testing.cases.trainers:trainer_case"
+NIGHTLY = {"mistral", "phi3", "olmo2", "granite", "cohere", "qwen3-moe"}
+STEP = 0.1  # learning rate at which a parameter may move apart by 2.4e-7
+
+
+def model_names() -> list[Any]:
+    return [
+        pytest.param(n, marks=[pytest.mark.nightly] if n in NIGHTLY else []) for n in sorted(MODELS)
+    ]
+
+
+def check_model(results: list[dict[str, Any]], name: str) -> None:
+    for r in results:
+        assert r["error"] <= 4e-6, (name, r["where"], r["error"])
+        assert STEP * r["absolute"] <= 2.4e-7
+        assert r["loss_error"] <= 5e-7
+        assert r["kv_groups"][0] == r["kv_groups"][1]
+    assert max(d for r in results for d in r["degrees"]) > 1
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_gradients_of_models(pool2: WorkerPool, name: str) -> None:
+    check_model(pool2.run(2, MODEL, name=name, seed=3), name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "llama-dynamic"])
+def test_gradients_on_four_ranks(pool4: WorkerPool, name: str) -> None:
+    """Degrees above the number of KV heads too: they are replicated, never overwritten."""
+    check_model(pool4.run(4, MODEL, name=name, seed=4), name)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_gradients_with_transformers_own_checkpointing(
+    pool2: WorkerPool, name: str, wrapper: str
+) -> None:
+    """The placement reaches a recomputed layer; losses are taken in chunks of four tokens."""
+    results = pool2.run(
+        2, MODEL, name=name, seed=3, wrapper=wrapper, checkpointing=True, chunk_tokens=4
+    )
+    check_model(results, name)
+    assert all(r["fused"] for r in results)
+
+
+def check_trainer(results: list[dict[str, Any]], backend: str) -> None:
+    for r in results:
+        assert r["backend"] == backend
+        assert r["error"] <= 2.4e-7
+        wanted = [0.0 if math.isnan(x) else x for x in r["wanted"]]
+        assert r["losses"] == pytest.approx(wanted, abs=3e-6)
+        assert "mdcp_idle" in r["metrics"]
+    assert results[0]["losses"] == results[1]["losses"]
+
+
+@pytest.mark.parametrize("trainer", ["transformers", "trl"])
+def test_trainers_follow_the_stock_model(pool2: WorkerPool, trainer: str) -> None:
+    """Whole `train()` runs, clipping and a short last batch included."""
+    results = pool2.run(2, TRAINER, seed=3, trainer=trainer, checkpointing=trainer == "trl")
+    check_trainer(results, "ddp")
+    assert [len(b) for b in results[0]["digest_of_batches"]] == [8, 8, 3]
+    assert results[0]["epoch"] == 1.0
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", "zero1", "zero2", "zero3"])
+def test_trainer_on_sharded_backends(pool2: WorkerPool, backend: str) -> None:
+    accumulation = 2 if backend == "fsdp2" else 1
+    results = pool2.run(2, TRAINER, seed=3, backend=backend, accumulation=accumulation)
+    check_trainer(results, backend)
+
+
+def test_trainer_resumes_exactly(pool2: WorkerPool, tmp_path: Path) -> None:
+    """A run stopped after two steps and resumed gives the losses of an uninterrupted one."""
+    whole = pool2.run(2, TRAINER, seed=5, epochs=2)
+    pool2.run(2, TRAINER, seed=5, epochs=2, stop_at=2, directory=str(tmp_path))
+    resumed = pool2.run(2, TRAINER, seed=5, epochs=2, resume=2, directory=str(tmp_path))
+    assert resumed[0]["steps"] == whole[0]["steps"]
+    assert resumed[0]["losses"] == whole[0]["losses"]
+    check_trainer(resumed, "ddp")
+
+
+def test_evaluation_outside_a_plan_is_stock() -> None:
+    """Padded batches, without a placement, give what SDPA gives."""
+    model, stock = tiny_model("llama", seed=1), tiny_model("llama", seed=1, attention="sdpa")
+    prepare(model)
+    ids = torch.randint(3, 64, (2, 9))
+    mask = torch.tensor([[1] * 9, [1] * 5 + [0] * 4])
+    with torch.no_grad():
+        found = model.eval()(input_ids=ids, attention_mask=mask).logits
+        wanted = stock.eval()(input_ids=ids, attention_mask=mask).logits
+    assert torch.equal(found[mask.bool()], wanted[mask.bool()])
+
+
+def test_training_outside_a_plan_is_refused() -> None:
+    model = tiny_model("llama")
+    prepare(model)
+    with pytest.raises(AdapterError, match="outside a microbatch"):
+        model(input_ids=torch.ones(1, 4, dtype=torch.long))
+
+
+def test_dynamic_rope_forgets_other_samples() -> None:
+    """A pack gives each sample the frequencies of its own length, before and after a long one."""
+    model, stock = tiny_model("llama-dynamic", seed=2), tiny_model("llama-dynamic", seed=2)
+    prepare(model)
+    lengths = [5, 40, 6, 12]
+    ids = torch.randint(3, 64, (sum(lengths),))
+    with torch.no_grad():
+        with packed(lengths) as pack:
+            found = model(input_ids=ids[None], position_ids=pack.position_ids[None]).logits[0]
+        for part, rows in zip(ids.split(lengths), found.split(lengths), strict=True):
+            forget_rope(stock)
+            torch.testing.assert_close(rows, stock(input_ids=part[None]).logits[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_dropout": 0.1}, "dropout"),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "chunked_attention"),
+    ],
+)
+def test_models_that_depend_on_the_plan_are_refused(changes: Any, message: str) -> None:
+    model = tiny_model("llama")
+    for key, value in changes.items():
+        setattr(model.config, key, value)
+    with pytest.raises(AdapterError, match=message):
+        prepare(model)
+
+
+def test_only_transformers_models_are_prepared() -> None:
+    with pytest.raises(AdapterError, match=r"mdcp\.attention"):
+        prepare(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"train_sampling_strategy": "group_by_length"}, "group_by_length"),
+        ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+    ],
+)
+def test_trainer_settings_that_plans_change_are_refused(
+    tmp_path: Path, arguments: dict[str, Any], message: str
+) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class Planned(MdcpTrainerMixin, Trainer):
+        pass
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **arguments)
+    with pytest.raises(AdapterError, match=message):
+        Planned(model=tiny_model("llama"), args=args)
+    with pytest.raises(ConfigError, match="unknown"):
+        Planned(model=tiny_model("llama"), args=args, mdcp={"stratgey": "dcp"})
