@@ -169,6 +169,10 @@ class FSDP2Driver(Driver):
             # gloo has no averaging reduction: sum, then divide.
             for module in self._modules():
                 module.set_force_sum_reduction_for_comms(True)
+        for module in self._modules():
+            # Newer torch: a parameter that this rank's tokens left out counts as zero there.
+            if hasattr(module, "set_reduce_scatter_unused_params"):
+                module.set_reduce_scatter_unused_params(True)
 
     def _modules(self) -> list[Any]:
         from torch.distributed.fsdp import FSDPModule

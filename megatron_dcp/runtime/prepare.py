@@ -165,6 +165,12 @@ class StepPreparer:
                 f"step {prepared.step}: the plan is for {plan.topology.data_ranks} data ranks, "
                 f"there are {self.world.size}"
             )
+        if plan.lockstep % s.lockstep:
+            raise PlanError(
+                f"step {prepared.step}: the plan is for lockstep domains of {plan.lockstep} ranks, "
+                f"the backend needs domains of {s.lockstep}: running it would deadlock",
+                invariant="lockstep_slots_match",
+            )
         prepared.plan = plan
 
     def _read(self, prepared: Prepared) -> None:

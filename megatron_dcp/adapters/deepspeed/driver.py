@@ -19,10 +19,11 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron_dcp.errors import AdapterError
-from megatron_dcp.runtime.backend import Backend
+from megatron_dcp.runtime.backend import Backend, trainable
 from megatron_dcp.runtime.driver import Driver
 
 
@@ -71,7 +72,14 @@ class DeepSpeedDriver(Driver):
         self.engine.backward(loss, scale_wrt_gas=False)
 
     def end(self, close: Callable[[], Tensor] | None = None) -> None:
-        """Flushes the coalesced reduction; the other forms reduced in their backwards."""
+        """Flushes the coalesced reduction; the other forms reduced in their backwards.
+
+        A parameter that this rank's tokens left out counts as zero: ranks must reduce alike.
+        """
+        if self._coalesces:
+            for p in trainable(self.module):
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
         self._context.close()
 
     def clip(self, max_norm: float) -> Tensor:

@@ -99,7 +99,7 @@ def wrap_kind(
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
         import deepspeed
 
-        _deepspeed_world()
+        deepspeed_world()
         zero, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         name = "zero2-coalesced" if kind == "zero2-coalesced" else None
         return mdcp.initialize(zero, backend=name, **shared), name or kind[:5]
@@ -155,7 +155,8 @@ def skip_shared_memory_op() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _deepspeed_world() -> None:
+def deepspeed_world() -> None:
+    """Let DeepSpeed adopt the process group that is there."""
     import deepspeed
 
     skip_shared_memory_op()
