@@ -52,7 +52,9 @@ class Watchdog:
         self._end = end
         self._store = None
         if world.size > 1:
-            default = dist.distributed_c10d._get_default_store()
+            # A connection of our own: while the main thread waits in the store (making a group),
+            # its connection is locked, and that is a wait that must be watched too.
+            default = dist.distributed_c10d._get_default_store().clone()
             # One prefix per plane: data rank r of each plane has its own beat.
             self._store = dist.distributed_c10d.PrefixStore(
                 f"mdcp/watchdog/{world.global_ranks[0]}", default
