@@ -14,7 +14,7 @@ from megatron_dcp.sim.compare import to_object
 
 _K = 1024
 AXES: dict[str, tuple[str, tuple[float, ...]]] = {
-    "ranks": ("data ranks (8 samples per rank)", (8, 32, 128, 512, 1024, 4096)),
+    "ranks": ("data ranks (4 samples per rank)", (8, 32, 128, 512, 1024, 4096)),
     "context": ("context limit, tokens", (8 * _K, 16 * _K, 32 * _K, 64 * _K, 128 * _K, 384 * _K)),
     "network": ("network, Gbit/s per rank", (50, 100, 200, 400, 800, 1600, 3200)),
     "memory": ("memory, GB per rank", (40, 64, 80, 96, 141, 192)),
@@ -40,9 +40,9 @@ def axes(text: str) -> list[str]:
 
 
 def _at(options: SimulateOptions, axis: str, value: float) -> SimulateOptions:
-    """The options of one point. A rank sweep keeps the samples per rank of 8."""
+    """The options of one point. A rank sweep keeps 4 samples per rank, and one step a point."""
     if axis == "ranks":
-        return replace(options, ranks=int(value), batch=8 * int(value))
+        return replace(options, ranks=int(value), batch=4 * int(value), steps=1)
     if axis == "context":
         return replace(options, context=int(value))
     if axis == "network":
