@@ -21,6 +21,8 @@ _LAZY = {
     "initialize": "megatron_dcp.adapters.torch",
     "attention": "megatron_dcp.schemes",
     "packed": "megatron_dcp.dist",
+    "sample_dropout": "megatron_dcp.runtime.rng",
+    "sample_generator": "megatron_dcp.runtime.rng",
 }
 
 __all__ = [

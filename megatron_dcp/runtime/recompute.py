@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_dcp.dist import current_or_none, use_placement
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import StepPlan
+from megatron_dcp.runtime.rng import dropout_state, restored_dropout
 
 _INDEX = "_mdcp_layer_index"
 _KIND = "_mdcp_recompute_kind"
@@ -45,8 +46,10 @@ def _wrapped_class(cls: type[nn.Module]) -> type[nn.Module]:
         ):
             return plain(*args, **kwargs)
 
+        dropout = dropout_state()
+
         def under_its_placement(*inner: Any, **named: Any) -> Any:
-            with use_placement(context):
+            with use_placement(context), restored_dropout(dropout):
                 return plain(*inner, **named)
 
         return checkpoint(under_its_placement, *args, use_reentrant=False, **kwargs)

@@ -54,10 +54,10 @@ class Watchdog:
         if world.size > 1:
             # A connection of our own: while the main thread waits in the store (making a group),
             # its connection is locked, and that is a wait that must be watched too.
-            default = dist.distributed_c10d._get_default_store().clone()
+            default: Any = dist.distributed_c10d._get_default_store()
             # One prefix per plane: data rank r of each plane has its own beat.
             self._store = dist.distributed_c10d.PrefixStore(
-                f"mdcp/watchdog/{world.global_ranks[0]}", default
+                f"mdcp/watchdog/{world.global_ranks[0]}", default.clone()
             )
         self._plan: StepPlan | None = None
         self._beat: dict[str, Any] = {"phase": IDLE, "step": -1, "calls": 0}

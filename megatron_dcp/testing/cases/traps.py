@@ -13,6 +13,7 @@ import megatron_dcp as mdcp
 from megatron_dcp.errors import MdcpError
 from megatron_dcp.planner import PlanRequest
 from megatron_dcp.runtime.backend import detect
+from megatron_dcp.schemes import attention
 from megatron_dcp.testing.cases.attention import cached_world
 from megatron_dcp.testing.cases.backends import (
     LEARNING_RATE,
@@ -22,7 +23,7 @@ from megatron_dcp.testing.cases.backends import (
     zero_config,
 )
 from megatron_dcp.testing.cases.gradients import Samples, random_lengths, reference_step, run_step
-from megatron_dcp.testing.models import Attend, TinyModel, attention
+from megatron_dcp.testing.models import Attend, TinyModel
 from megatron_dcp.testing.plans import plan_request, random_plan, tiny_profile
 
 RARE_TOKEN = 7
