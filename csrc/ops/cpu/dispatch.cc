@@ -56,7 +56,8 @@ bool limit_path(const std::string& name) {
 void attention_forward(const ForwardArgs& args, const SegmentList& list, const Parallel& parallel) {
   const Path* path = choose(args.q.dtype);
   if (!path) return scalar_forward(args, list, parallel);
-  path->forward(args, list, parallel, forward_pieces(list, path->forward_rows(args.shape)));
+  path->forward(args, list, parallel,
+                forward_tasks(list, args.shape, path->forward_rows(args.shape)));
 }
 
 void attention_backward(const BackwardArgs& args, const SegmentList& list,
@@ -64,7 +65,7 @@ void attention_backward(const BackwardArgs& args, const SegmentList& list,
   const Path* path = choose(args.q.dtype);
   if (!path) return scalar_backward(args, list, parallel);
   const BackwardPlan plan =
-      backward_plan(list, path->backward_rows, path->backward_keys(args.shape), args.shape.heads);
+      backward_plan(list, args.shape, path->backward_rows, path->backward_keys(args.shape));
   std::unique_ptr<float[]> partial;
   if (args.dq.dtype != DType::kFloat32) {
     partial.reset(new float[plan.partial_rows * args.shape.heads * args.shape.dim]);

@@ -13,7 +13,7 @@ struct Path {
   int64_t (*backward_keys)(const Shape&);  // keys of a backward task
   int64_t backward_rows;                   // q rows of a backward step
   void (*forward)(const ForwardArgs&, const SegmentList&, const Parallel&,
-                  const std::vector<Piece>&);
+                  const std::vector<Task>&);
   void (*backward)(const BackwardArgs&, const SegmentList&, const Parallel&, const BackwardPlan&,
                    float* partial);
 };

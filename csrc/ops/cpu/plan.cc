@@ -16,38 +16,58 @@ std::vector<Piece> cut_axis(const Axis& axis, int64_t rows) {
   return pieces;
 }
 
-std::vector<Piece> forward_pieces(const SegmentList& list, int64_t rows) {
-  std::vector<Piece> pieces = cut_axis(list.q, rows);
-  std::vector<std::pair<int64_t, int32_t>> order(pieces.size());
+namespace {
+
+// Appends the tasks of a piece that costs `pairs` visible pairs a query head.
+void deal_heads(std::vector<Task>& tasks, const Piece& piece, int64_t index, int64_t pairs,
+                const Shape& shape) {
+  constexpr int64_t kWorthATask = 1 << 20;  // multiply-adds
+  const int64_t group = shape.heads / shape.kv_heads;
+  const int64_t each = std::max<int64_t>(1, 2 * pairs * group * shape.dim);
+  const int64_t step = std::clamp<int64_t>(kWorthATask / each, 1, shape.kv_heads);
+  for (int64_t h = 0; h < shape.kv_heads; h += step) {
+    tasks.push_back({piece, index, h, std::min(h + step, shape.kv_heads)});
+  }
+}
+
+}  // namespace
+
+std::vector<Task> forward_tasks(const SegmentList& list, const Shape& shape, int64_t rows) {
+  const std::vector<Piece> pieces = cut_axis(list.q, rows);
+  std::vector<std::pair<int64_t, int64_t>> order(pieces.size());
   for (size_t p = 0; p < pieces.size(); ++p) {
-    int64_t pairs = 0;
+    int64_t keys = 0;
     for (int32_t ref = pieces[p].first_ref; ref < pieces[p].last_ref; ++ref) {
       const Segment& g = list.segments[list.q.refs[ref]];
       const int64_t i = pieces[p].start - g.q_start;
-      pairs += std::max<int64_t>(0, g.last_key(i + pieces[p].len - 1) - g.first_key(i));
+      keys += std::max<int64_t>(0, g.last_key(i + pieces[p].len - 1) - g.first_key(i));
     }
-    order[p] = {-pairs * pieces[p].len, static_cast<int32_t>(p)};
+    order[p] = {-keys * pieces[p].len, static_cast<int64_t>(p)};
   }
   std::sort(order.begin(), order.end());
-  std::vector<Piece> sorted;
-  sorted.reserve(pieces.size());
-  for (const auto& entry : order) sorted.push_back(pieces[entry.second]);
-  return sorted;
+  std::vector<Task> tasks;
+  for (const auto& [cost, p] : order) deal_heads(tasks, pieces[p], p, -cost, shape);
+  return tasks;
 }
 
-BackwardPlan backward_plan(const SegmentList& list, int64_t q_rows, int64_t k_rows, int64_t heads) {
+BackwardPlan backward_plan(const SegmentList& list, const Shape& shape, int64_t q_rows,
+                           int64_t k_rows) {
   BackwardPlan plan;
   plan.q_pieces = cut_axis(list.q, q_rows);
   plan.k_pieces = cut_axis(list.k, k_rows);
   plan.visits.assign(plan.q_pieces.size(), 0);
   for (const Piece& piece : plan.k_pieces) {
     plan.first_visit.push_back(static_cast<int64_t>(plan.turns.size()));
+    int64_t rows = 0;
     for (int32_t ref = piece.first_ref; ref < piece.last_ref; ++ref) {
       const Segment& g = list.segments[list.k.refs[ref]];
       const int64_t j = piece.start - g.k_start;
-      for_each_visit(plan, g, j, j + piece.len,
-                     [&](int64_t p) { plan.turns.push_back(plan.visits[p]++); });
+      for_each_visit(plan, g, j, j + piece.len, [&](int64_t p) {
+        plan.turns.push_back(plan.visits[p]++);
+        rows += plan.q_pieces[p].len;
+      });
     }
+    deal_heads(plan.tasks, piece, plan.first_visit.size() - 1, rows * piece.len, shape);
   }
   plan.partial_row.assign(plan.q_pieces.size(), -1);
   for (size_t p = 0; p < plan.q_pieces.size(); ++p) {
@@ -55,7 +75,7 @@ BackwardPlan backward_plan(const SegmentList& list, int64_t q_rows, int64_t k_ro
     plan.partial_row[p] = plan.partial_rows;
     plan.partial_rows += plan.q_pieces[p].len;
   }
-  const size_t counters = plan.q_pieces.size() * heads;
+  const size_t counters = plan.q_pieces.size() * shape.heads;
   plan.done = std::make_unique<std::atomic<uint32_t>[]>(counters);
   for (size_t i = 0; i < counters; ++i) plan.done[i].store(0, std::memory_order_relaxed);
   return plan;

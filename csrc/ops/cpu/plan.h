@@ -17,14 +17,22 @@ struct Piece {
 
 std::vector<Piece> cut_axis(const Axis& axis, int64_t rows);
 
-// Pieces of q for the forward, the heaviest first.
-std::vector<Piece> forward_pieces(const SegmentList& list, int64_t rows);
+// KV heads [first_head, last_head) of one piece: several where the piece alone is little work.
+struct Task {
+  Piece piece;
+  int64_t index;  // of the piece
+  int64_t first_head, last_head;
+};
+
+// Tasks over pieces of at most `rows` q rows, the heaviest first.
+std::vector<Task> forward_tasks(const SegmentList& list, const Shape& shape, int64_t rows);
 
 // The backward runs one task per (piece of k, KV head). Several tasks add to the same piece of dq;
 // they take turns in task order. Tasks are drawn in order, so a waiting task only ever waits for
 // tasks that have started.
 struct BackwardPlan {
   std::vector<Piece> q_pieces, k_pieces;
+  std::vector<Task> tasks;           // pieces of k in order
   std::vector<int64_t> first_visit;  // per k piece, into turns
   std::vector<uint32_t> turns;       // turn of each visit (k piece, segment, q piece)
   std::vector<uint32_t> visits;      // per q piece: how many
@@ -33,7 +41,8 @@ struct BackwardPlan {
   std::unique_ptr<std::atomic<uint32_t>[]> done;  // [q pieces, heads]
 };
 
-BackwardPlan backward_plan(const SegmentList& list, int64_t q_rows, int64_t k_rows, int64_t heads);
+BackwardPlan backward_plan(const SegmentList& list, const Shape& shape, int64_t q_rows,
+                           int64_t k_rows);
 
 // Calls visit(q piece) for each q piece of `g` that sees keys [j0, j1) of it, in order.
 template <class F>

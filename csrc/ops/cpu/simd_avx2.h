@@ -24,7 +24,15 @@ struct Avx2 {
   static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
   static V max(V a, V b) { return _mm256_max_ps(a, b); }  // b where a lane is NaN
 
-  static V keep(V v, V m) { return _mm256_and_ps(v, _mm256_cmp_ps(m, zero(), _CMP_NEQ_UQ)); }
+  // v in lanes [lo, hi), `other` elsewhere; lo and hi may lie outside 0..8.
+  static V within(V v, int64_t lo, int64_t hi, V other) {
+    const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i from = _mm256_set1_epi32(static_cast<int>(lo < 0 ? 0 : (lo > 8 ? 8 : lo)));
+    const __m256i to = _mm256_set1_epi32(static_cast<int>(hi < 0 ? 0 : (hi > 8 ? 8 : hi)));
+    const __m256i in =
+        _mm256_andnot_si256(_mm256_cmpgt_epi32(from, lane), _mm256_cmpgt_epi32(to, lane));
+    return _mm256_blendv_ps(other, v, _mm256_castsi256_ps(in));
+  }
 
   // 2^x; exactly 0 below -126.5 (no subnormals), NaN stays NaN, infinite from 128.
   static V exp2(V x) {

@@ -24,9 +24,11 @@ struct Avx512 {
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
   static V max(V a, V b) { return _mm512_max_ps(a, b); }  // b where a lane is NaN
 
-  // v where m is not zero, else 0.
-  static V keep(V v, V m) {
-    return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(m, zero(), _CMP_NEQ_UQ), v);
+  // v in lanes [lo, hi), `other` elsewhere; lo and hi may lie outside 0..16.
+  static V within(V v, int64_t lo, int64_t hi, V other) {
+    const uint32_t below = hi <= 0 ? 0u : (hi >= 16 ? 0xffffu : (1u << hi) - 1u);
+    const uint32_t from = lo <= 0 ? 0u : (lo >= 16 ? 0xffffu : (1u << lo) - 1u);
+    return _mm512_mask_mov_ps(other, static_cast<__mmask16>(below & ~from), v);
   }
 
   // 2^x; exactly 0 below -150, NaN stays NaN. Degree 6: relative error 2.6e-9 before rounding.

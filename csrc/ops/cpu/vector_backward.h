@@ -17,7 +17,7 @@ struct Backward {
   using V = typename S::V;
   static constexpr int W = S::W;
   static constexpr int64_t kQ = T::kPanel;  // rows of a q piece: one panel
-  static constexpr int64_t kStrip = 48;     // keys whose scores are alive at once
+  static constexpr int64_t kStrip = 24;     // keys whose scores are alive at once
   static constexpr int64_t kQUnits = kQ / T::kPer;
 
   const BackwardArgs& a;
@@ -75,6 +75,18 @@ struct Backward {
     }
   }
 
+  // KV heads [first, last) of one piece.
+  void run(const Task& task) {
+    for (int64_t kv = task.first_head; kv < task.last_head; ++kv) {
+      if (kv + 1 < task.last_head) {  // a small task ends before the hardware has seen a pattern
+        T::prefetch(a.k, task.piece.start, kv + 1, task.piece.len, dim);
+        T::prefetch(a.v, task.piece.start, kv + 1, task.piece.len, dim);
+      }
+      run(task.index, kv);
+    }
+  }
+
+ private:
   void run(int64_t piece_index, int64_t kv) {
     const Piece& piece = plan.k_pieces[piece_index];
     const bool empty = piece.first_ref == piece.last_ref;
@@ -105,7 +117,6 @@ struct Backward {
     }
   }
 
- private:
   int64_t column_stride() const { return round_up(T::units(max_keys), W); }
 
   void visit(const Piece& keys, const Segment& g, int64_t q_index, int64_t head, uint32_t turn) {
@@ -149,6 +160,8 @@ struct Backward {
   // Keys [k, k + n) of the piece against q columns [first, last) in vectors.
   void strip(const Piece& rows, const Piece& keys, const Segment& g, int64_t head, int64_t k,
              int64_t n, int64_t first, int64_t last) {
+    // ds of one float a unit is its own row of B: it is made in place.
+    if constexpr (!M::kPairs) dp = ds_b + k * kQ;
     T::template product<false>(n, first, last, du, k_rows + k * depth, depth, q_t, 0, s, kQ);
     T::template product<false>(n, first, last, du, v_rows + k * depth, depth, dout_t, 0, dp, kQ);
     if (a.options.dropout.probability > 0) fill_keep(rows, keys, head, k, n);
@@ -194,10 +207,8 @@ struct Backward {
       }
       V p = S::exp2(t), d = S::load(pd + i), dropped = p;
       if (i < lo || i + W > hi) {
-        float m[W];
-        for (int64_t c = 0; c < W; ++c) m[c] = i + c >= lo && i + c < hi ? 1.0f : 0.0f;
-        p = S::keep(p, S::load(m));
-        d = S::keep(d, S::load(m));
+        p = S::within(p, lo - i, hi - i, S::zero());
+        d = S::within(d, lo - i, hi - i, S::zero());
         dropped = p;
       }
       if (drop) {
@@ -216,13 +227,11 @@ struct Backward {
       float* out = ds_b + (k + x) / T::kPer * kQ;
       for (int64_t i = 0; i < first; i += W) S::store(out + i, S::zero());
       for (int64_t i = last; i < kQ; i += W) S::store(out + i, S::zero());
-      for (int64_t i = first; i < last; i += W) {
-        const V low = S::load(dp + x * kQ + i);
-        if constexpr (M::kPairs) {
+      if constexpr (M::kPairs) {
+        for (int64_t i = first; i < last; i += W) {
+          const V low = S::load(dp + x * kQ + i);
           const V high = x + 1 < n ? S::load(dp + (x + 1) * kQ + i) : S::zero();
           S::store(out + i, M::zip_floats(low, high));
-        } else {
-          S::store(out + i, low);
         }
       }
     }
@@ -315,10 +324,8 @@ template <class S, class M>
 void vector_backward(const BackwardArgs& a, const SegmentList& list, const Parallel& parallel,
                      const BackwardPlan& plan, float* partial) {
   backward_rows<S, M>(a, plan, parallel);
-  const int64_t kv_heads = a.shape.kv_heads;
-  parallel(static_cast<int64_t>(plan.k_pieces.size()) * kv_heads, [&](int64_t task) {
-    Backward<S, M>(a, list, plan, partial).run(task / kv_heads, task % kv_heads);
-  });
+  parallel(static_cast<int64_t>(plan.tasks.size()),
+           [&](int64_t i) { Backward<S, M>(a, list, plan, partial).run(plan.tasks[i]); });
 }
 
 }  // namespace mdcp

@@ -74,6 +74,28 @@ struct Forward {
     spare = take(W * std::max(depth, wide));
   }
 
+  // KV heads [first, last) of one piece.
+  void run(const Task& task) {
+    for (int64_t kv = task.first_head; kv < task.last_head; ++kv) {
+      if (kv + 1 < task.last_head) prefetch(task.piece, kv + 1);
+      run(task.piece, kv);
+    }
+  }
+
+ private:
+  // A small task ends before the hardware has seen a pattern in its rows.
+  void prefetch(const Piece& piece, int64_t kv) const {
+    for (int64_t h = kv * group; h < (kv + 1) * group; ++h) {
+      T::prefetch(a.q, piece.start, h, piece.len, dim);
+    }
+    for (int32_t ref = piece.first_ref; ref < piece.last_ref; ++ref) {
+      const Segment& g = list.segments[list.q.refs[ref]];
+      const int64_t n = std::min(kChunk, g.k_len);
+      T::prefetch(a.k, g.k_start, kv, n, dim);
+      T::prefetch(a.v, g.k_start, kv, n, dim);
+    }
+  }
+
   void run(const Piece& piece, int64_t kv) {
     const bool empty = piece.first_ref == piece.last_ref;
     if (a.merge && empty) return;
@@ -89,7 +111,6 @@ struct Forward {
     finish(piece, kv);
   }
 
- private:
   float* stat(int64_t head, int64_t row) const {
     return static_cast<float*>(a.lse.data) + head * a.lse.head_stride + row * a.lse.row_stride;
   }
@@ -155,17 +176,21 @@ struct Forward {
       transform(s, first, last);
       factor = 1.0f;
     }
-    for (int64_t j = first; j < std::min(see, last); ++j) s[j] = -kInfinity;
-    for (int64_t j = std::max(end, first); j < last; ++j) s[j] = -kInfinity;
-    V high = S::load(s + first);
-    for (int64_t j = first + W; j < last; j += W) high = S::max(high, S::load(s + j));
+    const V hidden = S::set(-kInfinity);
+    V high = hidden;
+    for (int64_t j = first; j < last; j += W) {
+      V x = S::load(s + j);
+      if (j < see || j + W > end) x = S::within(x, see - j, end - j, hidden);
+      high = S::max(high, x);
+    }
     const float before = top[m];
     const float now = std::max(before, S::highest(high) * factor);
     const float base = now == -kInfinity ? 0.0f : now;
     const V f = S::set(factor), b = S::set(-base);
     V total = S::zero();
     for (int64_t j = first; j < last; j += W) {
-      const V p = S::exp2(S::fma(S::load(s + j), f, b));
+      V p = S::exp2(S::fma(S::load(s + j), f, b));
+      if (j < see || j + W > end) p = S::within(p, see - j, end - j, S::zero());
       S::store(s + j, p);
       total = S::add(total, p);
     }
@@ -215,11 +240,9 @@ struct Forward {
 
 template <class S, class M>
 void vector_forward(const ForwardArgs& a, const SegmentList& list, const Parallel& parallel,
-                    const std::vector<Piece>& pieces) {
-  const int64_t kv_heads = a.shape.kv_heads;
-  parallel(static_cast<int64_t>(pieces.size()) * kv_heads, [&](int64_t task) {
-    Forward<S, M>(a, list).run(pieces[task / kv_heads], task % kv_heads);
-  });
+                    const std::vector<Task>& tasks) {
+  parallel(static_cast<int64_t>(tasks.size()),
+           [&](int64_t i) { Forward<S, M>(a, list).run(tasks[i]); });
 }
 
 }  // namespace mdcp

@@ -1,0 +1,303 @@
+"""Rows of `mdcp bench attention`: our ops beside torch's own best way on this CPU.
+
+The baseline is `split` + `scaled_dot_product_attention` per sequence + `cat`. (Slicing `q[s:e]`
+would flatter us: its backward is O(sequences x tokens).) Both sides alternate within each repeat
+and a row's ratio is the median of the repeats' ratios, so that a busy machine slows both alike.
+GFLOP/s count visible pairs only: 4 D H per pair forward, 10 D H backward.
+
+Needs torch and the compiled ops; imported by the command only when it runs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_dcp import ops
+from megatron_dcp.data.generators import generate
+from megatron_dcp.ops.segments import full_segment, segment_tensor
+
+Row = dict[str, Any]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A pack of sequences and the heads that attend over it."""
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: int = 8
+    kv_heads: int = 8
+    dim: int = 64
+    # Speed over the baseline that must be reached: (dtype, direction) -> ratio.
+    bars: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
+
+    def gflop(self, direction: str) -> float:
+        pairs = sum(n * (n + 1) / 2 for n in self.lengths)
+        return pairs * self.dim * self.heads * (4 if direction == "fwd" else 10) / 1e9
+
+
+def _bars(*values: float) -> tuple[tuple[str, float], ...]:
+    names = ("float32 fwd", "float32 bwd", "bfloat16 fwd", "bfloat16 bwd")
+    return tuple(zip(names, values, strict=True))
+
+
+def _pack(preset: str, tokens: int, longest: int) -> tuple[int, ...]:
+    """Samples of a length preset, in order, clipped to `longest`, until `tokens` are reached."""
+    taken: list[int] = []
+    for length in generate(preset, 4096, 0).lengths:
+        room = tokens - sum(taken)
+        if room <= 0:
+            break
+        taken.append(min(length, longest, room))
+    return tuple(taken)
+
+
+def cases() -> list[Case]:
+    """What the table holds; the bars are those of the project's attention contract."""
+    return [
+        Case(name="8192/32", lengths=(256,) * 32, bars=_bars(2.1, 2.4, 3.7, 4.3)),
+        Case(name="8192/32 gqa 8/2", lengths=(256,) * 32, kv_heads=2, bars=_bars(2.3, 2.4, 4, 4.6)),
+        Case(name="32768/32", lengths=(1024,) * 32, bars=_bars(1.3, 1.6, 2.4, 2.3)),
+        Case(name="256x32", lengths=(32,) * 256, bars=_bars(2.8, 3.8, 4.2, 10)),
+        Case(name="1x8192", lengths=(8192,), bars=_bars(1.2, 1.35, 2.3, 2.0)),
+        Case(name="8192/32 d128", lengths=(256,) * 32, dim=128),
+        Case(name="wiki 32K", lengths=_pack("wiki", 32768, 8192)),
+        Case(name="long tail 32K", lengths=_pack("github-like", 32768, 16384)),
+    ]
+
+
+def split_sdpa(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The baseline: causal attention of each sequence by torch, q [T, H, D] to [T, H, D]."""
+    grouped = q.shape[1] != k.shape[1]
+    parts = zip(*(torch.split(x, list(lengths)) for x in (q, k, v)), strict=True)
+    return torch.cat([_sdpa(a, b, c, grouped) for a, b, c in parts])
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, grouped: bool) -> Tensor:
+    heads_first = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(
+        heads_first[0], heads_first[1], heads_first[2], is_causal=True, enable_gqa=grouped
+    )
+    return out[0].transpose(0, 1)
+
+
+def rows(
+    *,
+    only: Sequence[str] = (),
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    threads: int = 2,
+    repeats: int = 5,
+    memory: bool = True,
+    progress: Callable[[str], None] = lambda line: None,
+) -> list[Row]:
+    """Measure and return the rows {case, metric, unit, value, baseline, ratio, bar, ok}.
+
+    only: names of cases (all when empty). `progress` is told each row as it is done. Speeds are
+    GFLOP/s of the fastest repeat, ratios medians over `repeats`; `ok` is None without a bar.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    found: list[Row] = []
+    try:
+        for row in _all_rows(only, dtypes, repeats, memory):
+            found.append(row)
+            progress(f"{row['case']:<18} {row['metric']:<22} {row['value']:9.1f} {row['unit']:<8}")
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+def _all_rows(
+    only: Sequence[str], dtypes: Sequence[str], repeats: int, memory: bool
+) -> Iterator[Row]:
+    peak = matmul_gflops()
+    yield _row("matmul 2048^3", "float32", "GFLOP/s", peak, None, None, None)
+    for case in cases():
+        if only and case.name not in only:
+            continue
+        for name in dtypes:
+            yield from _speed(case, name, repeats)
+            if memory and case.name in ("32768/32", "1x8192"):
+                yield from _memory(case, name)
+    for name in dtypes:
+        if not only or "ring step" in only:
+            yield _ring_step(name, repeats)
+
+
+def _row(
+    case: str,
+    metric: str,
+    unit: str,
+    value: float,
+    baseline: float | None,
+    ratio: float | None,
+    bar: float | None,
+) -> Row:
+    ok = None if bar is None or ratio is None else ratio >= bar
+    return {
+        "case": case,
+        "metric": metric,
+        "unit": unit,
+        "value": value,
+        "baseline": baseline,
+        "ratio": ratio,
+        "bar": bar,
+        "ok": ok,
+    }
+
+
+def matmul_gflops(repeats: int = 5) -> float:
+    """The best of a few torch.matmul 2048^3 in float32."""
+    a = torch.randn(2048, 2048)
+    return 2 * 2048**3 / min(_timed(lambda: a @ a)[0] for _ in range(repeats)) / 1e9
+
+
+def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    result = run()
+    return time.perf_counter() - start, result
+
+
+def _inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
+    g = torch.Generator().manual_seed(0)
+    heads = (case.heads, case.kv_heads, case.kv_heads)
+    qkv = [
+        torch.randn(case.tokens, h, case.dim, generator=g).to(dtype).requires_grad_() for h in heads
+    ]
+    weight = torch.randn(case.tokens, case.heads, case.dim, generator=g).to(dtype)
+    return qkv, weight, torch.tensor([0, *case.lengths]).cumsum(0)
+
+
+def _both(case: Case, qkv: list[Tensor], cu: Tensor) -> dict[str, Callable[[], Tensor]]:
+    q, k, v = qkv
+    return {
+        "ours": lambda: ops.varlen_attention(q, k, v, cu, cu)[0],
+        "baseline": lambda: split_sdpa(q, k, v, case.lengths),
+    }
+
+
+def _speed(case: Case, name: str, repeats: int) -> Iterator[Row]:
+    qkv, weight, cu = _inputs(case, DTYPES[name])
+    times: dict[str, list[float]] = {}
+    for repeat in range(repeats + 1):
+        for side, forward in _both(case, qkv, cu).items():
+            seconds, out = _timed(forward)
+            back, _ = _timed(lambda out=out: torch.autograd.grad(out, qkv, weight))  # type: ignore[misc]
+            if repeat:  # the first warms up
+                times.setdefault(f"{side} fwd", []).append(seconds)
+                times.setdefault(f"{side} bwd", []).append(back)
+    bars = dict(case.bars)
+    peak = matmul_gflops() if (case.name, name) == ("32768/32", "float32") else None
+    for direction in ("fwd", "bwd"):
+        ours, theirs = times[f"ours {direction}"], times[f"baseline {direction}"]
+        speed = case.gflop(direction) / min(ours)
+        metric = f"{name} {direction}"
+        ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+        yield _row(
+            case.name,
+            metric,
+            "GFLOP/s",
+            speed,
+            case.gflop(direction) / min(theirs),
+            ratio,
+            bars.get(metric),
+        )
+        if peak is not None:
+            yield _row(case.name, f"{metric} of matmul", "GFLOP/s", speed, peak, speed / peak, 0.7)
+
+
+def _ring_step(name: str, repeats: int) -> Row:
+    """An off-diagonal ring step, 4096 x 4096, merged into a running result, against torch's flash
+    kernel followed by a merge in torch."""
+    dtype = DTYPES[name]
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(4096, 8, 64, generator=g).to(dtype) for _ in range(3))
+    segments = segment_tensor([full_segment(0, 4096, 0, 4096)])
+    running, running_lse = ops.new_accumulators(q)
+    ops.segment_attention_forward(q, k, v, segments, running, running_lse)
+    ours, theirs = [], []
+    for repeat in range(repeats + 1):
+        out, lse = running.clone(), running_lse.clone()
+        seconds, _ = _timed(
+            lambda out=out, lse=lse: ops.segment_attention_forward(q, k, v, segments, out, lse)  # type: ignore[misc]
+        )
+        other, _ = _timed(lambda: _torch_ring_step(q, k, v, running, running_lse))
+        if repeat:
+            ours.append(seconds)
+            theirs.append(other)
+    gflop = 4 * 4096 * 4096 * 64 * 8 / 1e9
+    ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
+    return _row(
+        "ring step", f"{name} fwd", "GFLOP/s", gflop / min(ours), gflop / min(theirs), ratio, 1.0
+    )
+
+
+def _torch_ring_step(
+    q: Tensor, k: Tensor, v: Tensor, running: Tensor, running_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(*(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)), 0.0, False)
+    # The kernel's lse is [1, H, T]; the running one [H, T].
+    lse = lse.reshape(running_lse.shape)
+    joint = torch.logaddexp(lse, running_lse)
+    old, new = ((x - joint).exp().T.unsqueeze(-1) for x in (running_lse, lse))
+    return old * running + new * out[0].transpose(0, 1), joint
+
+
+def _memory(case: Case, name: str) -> Iterator[Row]:
+    """Peak resident bytes above the inputs, forward and backward; Linux only."""
+    qkv, weight, cu = _inputs(case, DTYPES[name])
+    peaks = {}
+    for side, forward in _both(case, qkv, cu).items():
+        start = _reset_peak()
+        if start is None:
+            return
+        torch.autograd.grad(forward(), qkv, weight)
+        peaks[side] = (_resident("VmHWM") - start) / 1e6
+    ratio = peaks["baseline"] / max(peaks["ours"], 1e-9)
+    yield _row(case.name, f"{name} peak memory", "MB", peaks["ours"], peaks["baseline"], ratio, 1.0)
+
+
+def _resident(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _reset_peak() -> int | None:
+    """Reset the kernel's peak of this process; its resident bytes, or None where that is not to
+    be had."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return None
+    return _resident("VmRSS")
+
+
+def table(found: Sequence[Row]) -> str:
+    """The rows as a Markdown table."""
+    lines = [
+        "| case | metric | unit | ours | torch | ratio | bar | ok |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in found:
+        cells = [row["case"], row["metric"], row["unit"], f"{row['value']:.1f}"]
+        cells += ["" if row[x] is None else f"{row[x]:.2f}" for x in ("baseline", "ratio", "bar")]
+        cells.append({None: "", True: "yes", False: "no"}[row["ok"]])
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
