@@ -8,28 +8,34 @@ namespace mdcp {
 namespace {
 
 struct Item {
-  Pack sample;
-  int count;    // samples of these sums
-  Option open;  // least work without a limit
+  int sample, count;  // one of the samples of equal sums
+  Option open;        // least work without a limit
 };
 
 // Distinct samples in a fixed order, with their unlimited optimum.
 std::vector<Item> distinct(const Table& table) {
-  std::vector<Pack> all = table.request().samples;
-  std::sort(all.begin(), all.end(), [](const Pack& a, const Pack& b) {
+  const std::vector<Pack>& all = table.request().samples;
+  std::vector<int> order(all.size());
+  for (size_t j = 0; j < order.size(); ++j) order[j] = int(j);
+  std::sort(order.begin(), order.end(), [&](int i, int j) {
+    const Pack &a = all[i], &b = all[j];
     if (a.tokens != b.tokens) return a.tokens > b.tokens;
     if (a.pairs != b.pairs) return a.pairs > b.pairs;
-    return a.pairs2 > b.pairs2;
+    return a.pairs2 != b.pairs2 ? a.pairs2 > b.pairs2 : i < j;
   });
   std::vector<Item> out;
   const double none = std::numeric_limits<double>::infinity();
-  for (const Pack& s : all) {
-    if (!out.empty() && out.back().sample == s)
-      ++out.back().count;
-    else
-      out.push_back({s, 1, table.cheapest(s, none, Family::free)});
+  for (int j : order) {
+    if (!out.empty() && all[out.back().sample] == all[j]) ++out.back().count;
+    else out.push_back({j, 1, table.cheapest(j, none, Family::free)});
   }
   return out;
+}
+
+// No sample of these sums is slower than the other on any degree.
+bool within(const Pack& a, const Pack& b) {
+  return a.tokens <= b.tokens && a.pairs <= b.pairs && a.half <= b.half && a.pairs2 <= b.pairs2 &&
+         a.half2 <= b.half2;
 }
 
 double capacity(const Request& q) {
@@ -92,10 +98,14 @@ Bound lower_bound(const Table& table) {
   const std::vector<Item> items = distinct(table);
   double tau = 0.0;
   i64 tokens = 0;
+  const Pack* worst = nullptr;  // the sample that sets tau
   for (const Item& x : items) {
-    tokens += x.sample.tokens * x.count;
-    const double most = x.open.alone;  // no sample needs longer than its cheapest option
-    if (most > tau) tau = std::max(tau, table.fastest(x.sample).alone);
+    const Pack& s = q.samples[x.sample];
+    tokens += s.tokens * x.count;
+    // No sample needs longer than its cheapest option, nor than one that it is contained in.
+    if (x.open.alone <= tau || (worst && within(s, *worst))) continue;
+    const double alone = table.fastest(x.sample).alone;
+    if (alone > tau) tau = alone, worst = &s;
   }
   const auto rounded = [&](double us) { return i64(std::floor(us * kNominalSpeed / fast + 0.5)); };
   const i64 longest = rounded(tau + o);

@@ -32,15 +32,36 @@ class Shelves {
     int recompute = 0;
   };
   struct Fit {
-    int degree = 0;
+    int degree = 0, mode = 0;
     i64 time = 0, open = 0, cap = 0;
+  };
+  struct Open {
+    int first, degree, mode;
+    i64 end, room;
+    std::vector<int> samples;
+  };
+  struct Small {
+    int sample;
+    i64 time;
+  };
+  struct Wide {
+    int sample;
+    Fit fit;
   };
 
   Shelf fill(const std::vector<int>& samples, i64 height, int recompute) const;
-  Fit fit(const Pack& sample, i64 height, int recompute) const;
+  // First rank of a free block, or -1; `used` counts the ranks taken of each piece.
+  int allocate(int degree, std::vector<int>* used) const;
+  void place_wide(const std::vector<Wide>& wide, i64 height, std::vector<int>* used,
+                  std::vector<Open>* open, std::vector<int>* left) const;
+  void fill_gaps(i64 height, int recompute, std::vector<Small>* small,
+                 std::vector<Open>* open) const;
+  void place_small(const std::vector<Small>& small, const Fit& one, i64 height,
+                   const std::vector<int>& used, std::vector<Open>* open,
+                   std::vector<int>* left) const;
+  Fit fit(int sample, i64 height, int recompute) const;
   bool close(const std::vector<int>& samples, i64 ceiling, Shelf* out) const;
   bool best_shelf(const std::vector<int>& samples, Shelf* out) const;
-  double area(const Pack& sample) const;
 
   const Table& table_;
   int ranks_;

@@ -114,7 +114,7 @@ void keep(const Table& table, int degree, Plan plan, Plan* best) {
   close_plan(table, &plan);
   if (!best->placements.empty() && plan.makespan_us >= best->makespan_us) return;
   *best = std::move(plan);
-  best->algorithm = "static-" + std::to_string(degree);
+  best->algorithm = "static degree " + std::to_string(degree);
 }
 
 void try_degree(const Table& table, int degree, Plan* best) {
@@ -150,16 +150,11 @@ void try_degree(const Table& table, int degree, Plan* best) {
 // What a static plan of this degree takes at least: spares the work where it cannot win.
 i64 at_least(const Table& table, int degree, const Pack& longest) {
   const Request& q = table.request();
-  const Cost& cost = table.cost();
-  int mode, r;
-  double area = 0.0, speed = 0.0;
-  for (const Pack& s : q.samples) {
-    const Parts t = cost.parts(s, degree, table.modes(degree)[0], 0);
-    area += double(s.tokens) * cost.profile().linear_us / cost.stages() + t.attention * degree;
-  }
-  int fast = kNominalSpeed;
+  int mode, r, fast = kNominalSpeed;
+  double area = 0.0, speed = q.speed.empty() ? q.ranks : 0.0;
+  for (size_t j = 0; j < q.samples.size(); ++j)
+    area += table.area(int(j)) + double(q.samples[j].tokens) * table.wire(degree);
   for (int s : q.speed) speed += double(s) / kNominalSpeed, fast = std::max(fast, s);
-  if (q.speed.empty()) speed = q.ranks;
   const i64 alone = table.best_mode(longest, degree, -1, &mode, &r) * kNominalSpeed / fast - 1;
   return std::max(alone, i64(area / speed * (1.0 - 1e-9)) - i64(q.samples.size()));
 }

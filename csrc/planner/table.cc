@@ -29,9 +29,13 @@ Table::Table(const Request& request) : request_(request), cost_(request) {
   const i64 probe = i64(1) << 20;
   suffix_.assign(degrees_.size(), 0.0);
   double least = std::numeric_limits<double>::infinity();
+  wire_.assign(degrees_.size(), 0.0);
+  wires_.resize(degrees_.size());
   for (int i = int(degrees_.size()) - 1; i >= 0; --i) {
     for (Mode mode : modes_[i])
-      least = std::min(least, degrees_[i] * cost_.unhidden_us(probe, degrees_[i], mode) / probe);
+      wires_[i].push_back(degrees_[i] * cost_.unhidden_us(probe, degrees_[i], mode) / probe);
+    wire_[i] = *std::min_element(wires_[i].begin(), wires_[i].end());
+    least = std::min(least, wire_[i]);
     suffix_[i] = least * kSlack;
   }
   const Profile& p = cost_.profile();
@@ -47,6 +51,11 @@ Table::Table(const Request& request) : request_(request), cost_(request) {
     if (r > 0 && per_token_[r] < per_token_[r - 1]) monotone_ = false;
   }
   least_per_token_ = *std::min_element(per_token_.begin(), per_token_.end());
+  for (const Pack& s : request.samples) {
+    const double attention = cost_.parts(s, 1, {Scheme::local, 1}, 0).attention;
+    area_.push_back(attention + p.linear_us * double(s.tokens) / cost_.stages());
+    floor_.push_back(double(s.tokens) * least_per_token_ + attention);
+  }
 }
 
 int Table::index(int degree) const {
@@ -59,18 +68,10 @@ bool Table::legal(int degree) const {
   return degree <= request_.per_node || degree % request_.per_node == 0;
 }
 
-double Table::floor_work(const Pack& s) const {
-  const Parts t = cost_.parts(s, 1, {Scheme::local, 1}, 0);
-  return double(s.tokens) * least_per_token_ + t.attention;
-}
-
-double Table::work(const Pack& s, int degree, Mode mode, int r) const {
-  const Profile& p = cost_.profile();
+double Table::work(i64 tokens, double attention, double wire, int r) const {
   const double share = double(r) / cost_.layers();
-  double attention = cost_.parts(s, degree, mode, r).attention * degree;
-  double wire = cost_.unhidden_us(s.tokens, degree, mode) * degree;
-  wire = wire * (1.0 + p.again_comm * share);
-  return double(s.tokens) * per_token_[r] + attention + wire;
+  wire = wire * (1.0 + cost_.profile().again_comm * share);
+  return double(tokens) * per_token_[r] + attention + double(tokens) * wire;
 }
 
 i64 Table::cap(int degree, int mode, int recompute) const {
@@ -110,47 +111,52 @@ int Table::least_recompute(i64 tokens, int degree, int mode) const {
   return high;
 }
 
-Option Table::cheapest(const Pack& s, double limit, Family family) const {
+Option Table::cheapest(int sample, double limit, Family family) const {
+  const Pack& s = request_.samples[sample];
   Option best;
-  const double floor = floor_work(s) * kSlack, tokens = double(s.tokens);
-  const Parts base = cost_.parts(s, 1, {Scheme::local, 1}, 0);
-  const double area =
-      (base.attention + cost_.profile().linear_us * tokens / cost_.stages()) * kSlack;
+  const double floor = floor_[sample] * kSlack, tokens = double(s.tokens);
+  const double area = area_[sample] * kSlack;
   const int layers = cost_.layers();
   for (size_t i = 0; i < degrees_.size(); ++i) {
     const int d = degrees_[i];
+    if (area > limit * d || (family == Family::powers && !power_[i])) continue;
     if (floor + tokens * suffix_[i] >= best.work * kSlack) break;
-    if ((family == Family::powers && !power_[i]) || area > limit * d) continue;
     for (int m = 0; m < int(modes_[i].size()); ++m) {
       int r = least_recompute(s.tokens, d, m);
       if (r < 0) continue;
       const int last = monotone_ || !request_.recompute ? r : layers;
       for (; r <= last; ++r) {
-        const double alone = cost_.parts(s, d, modes_[i][m], r).sum();
-        if (alone + cost_.overhead() > limit) break;
-        const double w = work(s, d, modes_[i][m], r);
-        if (w < best.work) best = {d, m, r, alone, w};
+        const Parts t = cost_.parts(s, d, modes_[i][m], r);
+        if (t.sum() + cost_.overhead() > limit) break;
+        const double w = work(s.tokens, t.attention * d, wires_[i][m], r);
+        if (w < best.work) best = {d, m, r, t.sum(), w};
       }
     }
   }
   return best;
 }
 
-Option Table::fastest(const Pack& s) const {
+Option Table::on(int sample, int degree) const {
+  const Pack& s = request_.samples[sample];
+  const size_t i = size_t(index(degree));
   Option best;
-  const Parts base = cost_.parts(s, 1, {Scheme::local, 1}, 0);
-  const double area =
-      (base.attention + cost_.profile().linear_us * double(s.tokens) / cost_.stages()) * kSlack;
-  for (size_t i = 0; i < degrees_.size(); ++i) {
-    const int d = degrees_[i];
+  for (int m = 0; m < int(modes_[i].size()); ++m) {
+    const int r = least_recompute(s.tokens, degree, m);
+    if (r < 0) continue;
+    const Parts t = cost_.parts(s, degree, modes_[i][m], r);
+    if (best.degree == 0 || t.sum() < best.alone)
+      best = {degree, m, r, t.sum(), work(s.tokens, t.attention * degree, wires_[i][m], r)};
+  }
+  return best;
+}
+
+Option Table::fastest(int sample) const {
+  Option best;
+  const double area = area_[sample] * kSlack;
+  for (int d : degrees_) {
     if (best.degree && area > best.alone * d) continue;
-    for (int m = 0; m < int(modes_[i].size()); ++m) {
-      const int r = least_recompute(s.tokens, d, m);
-      if (r < 0) continue;
-      const double alone = cost_.parts(s, d, modes_[i][m], r).sum();
-      if (best.degree == 0 || alone < best.alone)
-        best = {d, m, r, alone, work(s, d, modes_[i][m], r)};
-    }
+    const Option o = on(sample, d);
+    if (o.degree && (best.degree == 0 || o.alone < best.alone)) best = o;
   }
   return best;
 }

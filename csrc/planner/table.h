@@ -24,9 +24,15 @@ class Table {
   explicit Table(const Request& request);
 
   // The option of least work whose time alone plus overhead is at most `limit` us.
-  Option cheapest(const Pack& sample, double limit, Family family) const;
+  Option cheapest(int sample, double limit, Family family) const;
   // The option of least time alone, over every legal degree.
-  Option fastest(const Pack& sample) const;
+  Option fastest(int sample) const;
+  // The option of least time alone on one degree.
+  Option on(int sample, int degree) const;
+  // Degrees of the family, ascending.
+  bool in_family(int degree, Family family) const {
+    return family == Family::free || power_[index(degree)];
+  }
   // Least recompute with which `tokens` fit, or -1.
   int least_recompute(i64 tokens, int degree, int mode) const;
   // Most tokens of one placement with `recompute` layers recomputed.
@@ -44,22 +50,30 @@ class Table {
   const std::vector<Mode>& modes(int degree) const { return modes_[index(degree)]; }
   const Request& request() const { return request_; }
   const Cost& cost() const { return cost_; }
-  // Rank-us that a sample needs at least, on any degree, communication aside.
-  double floor_work(const Pack& sample) const;
+  // Rank-us of linear and attention work on one rank, without recompute.
+  double area(int sample) const { return area_[sample]; }
+  // Least wire rank-us per token on this degree.
+  double wire(int degree) const { return wire_[index(degree)]; }
+  // The least of wire() from this degree on, rounded down.
+  double wire_from(int degree) const { return suffix_[index(degree)]; }
   double net_budget() const { return net_; }
   // Overhead that the bound may count: half a us less, for the rounding of each placement.
   double bound_overhead() const { return bound_overhead_; }
-  double work(const Pack& sample, int degree, Mode mode, int recompute) const;
 
  private:
   void check_size() const;
   int index(int degree) const;
+  // Amortised rank-us of a sample whose parts on a degree are known.
+  double work(i64 tokens, double attention, double wire, int recompute) const;
 
   const Request& request_;
   Cost cost_;
   std::vector<int> degrees_;
   std::vector<bool> power_;               // degree belongs to Family::powers
   std::vector<std::vector<Mode>> modes_;  // per degree
+  std::vector<std::vector<double>> wires_;  // per degree and mode: unhidden rank-us per token
+  std::vector<double> wire_;              // per degree: the least of them
+  std::vector<double> area_, floor_;      // per sample: rank-us; with amortised overhead
   std::vector<double> suffix_;            // least wire rank-us per token from this degree on
   std::vector<double> per_token_;         // amortised linear + overhead per token, per recompute
   std::vector<double> memory_share_;      // bytes per token / net budget, per recompute
