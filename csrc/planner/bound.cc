@@ -26,8 +26,10 @@ std::vector<Item> distinct(const Table& table) {
   std::vector<Item> out;
   const double none = std::numeric_limits<double>::infinity();
   for (int j : order) {
-    if (!out.empty() && all[out.back().sample] == all[j]) ++out.back().count;
-    else out.push_back({j, 1, table.cheapest(j, none, Family::free)});
+    if (!out.empty() && all[out.back().sample] == all[j])
+      ++out.back().count;
+    else
+      out.push_back({j, 1, table.cheapest(j, none, Family::free)});
   }
   return out;
 }

@@ -11,9 +11,9 @@ namespace mdcp {
 namespace {
 
 constexpr i64 kEffort = 24000;     // samples + ranks over all layouts of one tuning
-constexpr int kSmallBatch = 2048;    // samples up to which every layout is searched locally
+constexpr int kSmallBatch = 2048;  // samples up to which every layout is searched locally
 constexpr int kMostNarrowed = 64;  // narrow() scans all ranks
-constexpr i64 kFineShare = 1000;  // a layout this near its mean load is done
+constexpr i64 kFineShare = 1000;   // a layout this near its mean load is done
 
 i64 rounded(double us) { return i64(std::floor(us + 0.5)); }
 
@@ -51,9 +51,8 @@ Search::Search(const Table& table) : table_(table), q_(table.request()) {
     time1_[j] = rounded(cost.parts(q_.samples[j], 1, local, 0).sum() + cost.overhead()) - open1_;
     order_[j] = j;
   }
-  std::sort(order_.begin(), order_.end(), [&](int a, int b) {
-    return time1_[a] != time1_[b] ? time1_[a] > time1_[b] : a < b;
-  });
+  std::sort(order_.begin(), order_.end(),
+            [&](int a, int b) { return time1_[a] != time1_[b] ? time1_[a] > time1_[b] : a < b; });
 }
 
 i64 Search::scaled(i64 us, int first, int degree) const {
@@ -334,8 +333,10 @@ void Search::tune(Candidate c, i64 low, int rounds, Layout* best, Candidate* cho
     layout(c, &trial);
     if (int(q_.samples.size()) <= kSmallBatch) improve(&trial);
     const i64 mean = std::max(low, trial.mean);
-    if (trial.end <= c.target + c.target / 2000) high = std::min(high, c.target);
-    else low = std::max(low, c.target);
+    if (trial.end <= c.target + c.target / 2000)
+      high = std::min(high, c.target);
+    else
+      low = std::max(low, c.target);
     if (trial.end < best->end) {
       std::swap(*best, trial);
       *chosen = c;
@@ -359,7 +360,8 @@ Plan Search::plan(const Bound& bound) const {
     for (const bool fill : {true, false}) {
       if ((theta < 1000 || !fill) && (best.end <= goal || size > kEffort / 12)) continue;
       for (const Family family : {Family::powers, Family::free})
-        tune({bound.area + bound.area / 500, theta, family, fill}, bound.area, rounds, &best, &chosen);
+        tune({bound.area + bound.area / 500, theta, family, fill}, bound.area, rounds, &best,
+             &chosen);
     }
   }
   improve(&best);
@@ -385,12 +387,13 @@ void Search::split(i64 target, int domain, std::vector<int>* inside,
   const Candidate c{target, 1000, Family::powers, false};
   std::vector<Item> wide;
   for (const Item& x : choose(c, inside)) {
-    if (x.degree > domain) wide.push_back(x);
-    else inside->push_back(x.sample);
+    if (x.degree > domain)
+      wide.push_back(x);
+    else
+      inside->push_back(x.sample);
   }
-  std::sort(inside->begin(), inside->end(), [&](int a, int b) {
-    return time1_[a] != time1_[b] ? time1_[a] > time1_[b] : a < b;
-  });
+  std::sort(inside->begin(), inside->end(),
+            [&](int a, int b) { return time1_[a] != time1_[b] ? time1_[a] > time1_[b] : a < b; });
   Layout out;
   std::vector<Gap> gaps;
   out.load.assign(q_.ranks, 0);

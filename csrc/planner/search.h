@@ -11,8 +11,8 @@ namespace mdcp {
 
 // One candidate of the portfolio.
 struct Candidate {
-  i64 target = 0;     // us that a rank should end at
-  int theta = 1000;   // per mille of the target that one wide placement may take
+  i64 target = 0;    // us that a rank should end at
+  int theta = 1000;  // per mille of the target that one wide placement may take
   Family family = Family::powers;
   bool fill = false;  // close gaps of wide windows with short samples at the window's degree
 };
@@ -78,8 +78,8 @@ class Search {
 
   const Table& table_;
   const Request& q_;
-  std::vector<int> order_;   // samples, decreasing time on one rank, then id
-  std::vector<i64> time1_;   // per sample: us on one rank inside an open pack
+  std::vector<int> order_;  // samples, decreasing time on one rank, then id
+  std::vector<i64> time1_;  // per sample: us on one rank inside an open pack
   i64 open1_ = 0, cap1_ = 0;
 };
 

@@ -109,8 +109,10 @@ void Shelves::place_wide(const std::vector<Wide>& wide, i64 height, std::vector<
     }
     const Fit& f = w.fit;
     const int first = allocate(f.degree, used);
-    if (first < 0) left->push_back(w.sample);
-    else open->push_back({first, f.degree, f.mode, f.open + f.time, f.cap - tokens, {w.sample}});
+    if (first < 0)
+      left->push_back(w.sample);
+    else
+      open->push_back({first, f.degree, f.mode, f.open + f.time, f.cap - tokens, {w.sample}});
   }
 }
 

@@ -69,14 +69,14 @@ class Table {
   const Request& request_;
   Cost cost_;
   std::vector<int> degrees_;
-  std::vector<bool> power_;               // degree belongs to Family::powers
-  std::vector<std::vector<Mode>> modes_;  // per degree
+  std::vector<bool> power_;                 // degree belongs to Family::powers
+  std::vector<std::vector<Mode>> modes_;    // per degree
   std::vector<std::vector<double>> wires_;  // per degree and mode: unhidden rank-us per token
-  std::vector<double> wire_;              // per degree: the least of them
-  std::vector<double> area_, floor_;      // per sample: rank-us; with amortised overhead
-  std::vector<double> suffix_;            // least wire rank-us per token from this degree on
-  std::vector<double> per_token_;         // amortised linear + overhead per token, per recompute
-  std::vector<double> memory_share_;      // bytes per token / net budget, per recompute
+  std::vector<double> wire_;                // per degree: the least of them
+  std::vector<double> area_, floor_;        // per sample: rank-us; with amortised overhead
+  std::vector<double> suffix_;              // least wire rank-us per token from this degree on
+  std::vector<double> per_token_;           // amortised linear + overhead per token, per recompute
+  std::vector<double> memory_share_;        // bytes per token / net budget, per recompute
   double least_per_token_ = 0.0, net_ = 0.0, bound_overhead_ = 0.0;
   bool monotone_ = true;  // more recompute never amortises better
   mutable std::vector<std::vector<i64>> cap_none_, cap_all_;

@@ -132,9 +132,7 @@ class Search:
             if step == d or f % span == 0 or load[f] != load[f - 1]
         )
 
-    def narrow(
-        self, c: Candidate, load: list[int], end: int, x: Item
-    ) -> tuple[Item, int] | None:
+    def narrow(self, c: Candidate, load: list[int], end: int, x: Item) -> tuple[Item, int] | None:
         """Where an item would end before `end` on a smaller degree."""
         found = None
         for d in self.table.degrees:
@@ -152,9 +150,7 @@ class Search:
                     end, found = t, (y, f)
         return found
 
-    def place_wide(
-        self, c: Candidate, items: list[Item], out: Layout, gaps: list[Gap]
-    ) -> None:
+    def place_wide(self, c: Candidate, items: list[Item], out: Layout, gaps: list[Gap]) -> None:
         """Widest first, onto the fullest window that still ends within the target."""
         load = out.load
         later: list[tuple[int, int]] = []
@@ -207,9 +203,7 @@ class Search:
             if c.free and after + d <= stop and block_of[after] < 0:
                 heapq.heappush(later, (max(load[after : after + d]), after))
 
-    def fill_gaps(
-        self, c: Candidate, gaps: list[Gap], small: list[int], out: Layout
-    ) -> list[int]:
+    def fill_gaps(self, c: Candidate, gaps: list[Gap], small: list[int], out: Layout) -> list[int]:
         """Short samples join the last pack of a wide window; returns those that are left."""
         falling = [-self.time1[j] for j in small]
         used = [False] * len(small)

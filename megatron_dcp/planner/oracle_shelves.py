@@ -128,9 +128,7 @@ class Shelves:
             if first < 0:
                 left.append(j)
             else:
-                opened.append(
-                    Open(first, f.degree, f.mode, f.open + f.time, f.cap - tokens, [j])
-                )
+                opened.append(Open(first, f.degree, f.mode, f.open + f.time, f.cap - tokens, [j]))
 
     def fill_gaps(
         self, height: int, r: int, small: list[tuple[int, int]], opened: list[Open]
@@ -240,16 +238,14 @@ class Shelves:
                 continue
             if misses >= 2:
                 break
-            best, low, high = self._bisect(samples, start, ceiling, r)
+            best = self._bisect(samples, start, ceiling, r)
             if best is not None and best.height < ceiling:
                 ceiling, found, misses = best.height, best, 0
             elif found is not None:
                 misses += 1
         return found
 
-    def _bisect(
-        self, samples: list[int], start: int, ceiling: int, r: int
-    ) -> tuple[Shelf | None, int, int]:
+    def _bisect(self, samples: list[int], start: int, ceiling: int, r: int) -> Shelf | None:
         low, high, step = start - 1, start, max(1, start // 32)
         best: Shelf | None = None
         while high < ceiling and high <= 64 * start:
@@ -267,7 +263,7 @@ class Shelves:
                 best, high = s, middle
             else:
                 low = middle
-        return best, low, high
+        return best
 
     def best_shelf(self, samples: list[int]) -> Shelf | None:
         """The shelf of most area per height, among heights that the longest sample suggests."""

@@ -260,9 +260,7 @@ def _distinct(table: Table) -> list[tuple[int, int, Option]]:
     return out
 
 
-def _area_bound(
-    table: Table, items: list[tuple[int, int, Option]], start: int, fast: int
-) -> int:
+def _area_bound(table: Table, items: list[tuple[int, int, Option]], start: int, fast: int) -> int:
     speed = table.request.topology.speed
     ranks = float(table.ranks) if speed is None else float(sum(speed)) / NOMINAL_SPEED
     total = 0.0

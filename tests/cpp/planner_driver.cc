@@ -27,10 +27,9 @@ mdcp::Profile a100_gpt7b() {
   p.again_linear = p.again_attention = 1.0 / 3;
   p.overhead_async = 20000.0;
   p.overhead_lockstep = 629000.0;
-  const double bandwidth[][2] = {{2, 119.5}, {4, 104.0}, {8, 96.5}, {16, 10.33}, {32, 5.94},
-                                 {64, 4.87}};
-  for (const auto& row : bandwidth)
-    p.links.push_back({int(row[0]), 1.0 / (row[1] * 1000.0), 0.0});
+  const double bandwidth[][2] = {{2, 119.5},  {4, 104.0}, {8, 96.5},
+                                 {16, 10.33}, {32, 5.94}, {64, 4.87}};
+  for (const auto& row : bandwidth) p.links.push_back({int(row[0]), 1.0 / (row[1] * 1000.0), 0.0});
   p.own_comm = true;
   p.comm_bytes = 16 * 4096;
   p.kept = 4480000.0 / 32;
@@ -68,10 +67,9 @@ int plan_file(char** args) {
   }
   std::sort(times.begin(), times.end());
   std::printf("%zu/%d makespan_us %lld bound_us %lld gap %.5f cpu_us %.0f %s\n", samples, q.ranks,
-              static_cast<long long>(plan.makespan_us),
-              static_cast<long long>(plan.lower_bound_us),
-              double(plan.makespan_us) / double(plan.lower_bound_us) - 1.0,
-              times[times.size() / 2], plan.algorithm.c_str());
+              static_cast<long long>(plan.makespan_us), static_cast<long long>(plan.lower_bound_us),
+              double(plan.makespan_us) / double(plan.lower_bound_us) - 1.0, times[times.size() / 2],
+              plan.algorithm.c_str());
   return 0;
 }
 
