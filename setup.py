@@ -19,7 +19,9 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "csrc")]
+
+import build_cuda  # noqa: E402  (csrc/build_cuda.py)
 
 # The planner promises equal bytes on every machine: no fused multiply-add, no -march.
 PLANNER_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
@@ -90,9 +92,51 @@ def ops_extension() -> Extension:
     )
 
 
+def cuda_build() -> build_cuda.CudaBuild | None:
+    """The compiled CUDA kernels, or None with a line that says why they are left out.
+
+    MDCP_BUILD_CUDA=1 needs nvcc, 0 leaves them out; else they are built where nvcc is found and
+    torch has CUDA (a CPU build of torch could not call them).
+    """
+    import torch
+
+    choice = os.environ.get("MDCP_BUILD_CUDA", "")
+    if choice not in ("", "0", "1"):
+        raise SystemExit(f"MDCP_BUILD_CUDA is {choice!r}; set it to 0 (leave out) or 1 (build).")
+    if choice == "0":
+        print("MDCP_BUILD_CUDA=0: the CUDA kernels are not built.")
+        return None
+    if choice == "" and torch.version.cuda is None:
+        print("this torch has no CUDA: the CUDA kernels are not built (MDCP_BUILD_CUDA=1 does).")
+        return None
+    nvcc = build_cuda.find_nvcc()
+    if nvcc is None:
+        where = "on PATH, in CUDA_HOME or in /usr/local/cuda"
+        if choice == "1":
+            raise SystemExit(f"MDCP_BUILD_CUDA=1 but nvcc was not found {where}.")
+        print(f"nvcc was not found {where}: the CUDA kernels are not built.")
+        return None
+    try:
+        return build_cuda.build_cuda(nvcc)
+    except ValueError as error:  # an architecture that cannot be built
+        raise SystemExit(str(error)) from None
+
+
+def add_cuda(extension: Extension, cuda: build_cuda.CudaBuild) -> None:
+    """Links the kernels and their torch registrations into `megatron_dcp._C`."""
+    extension.sources += sorted(glob("csrc/ops/cuda/glue*.cc"))
+    extension.depends += sorted(glob("csrc/ops/cuda/*.h"))
+    extension.extra_objects += cuda.objects
+    extension.extra_link_args += cuda.link_args
+    built_for = ", ".join(cuda.architectures)
+    extension.define_macros.append(("MDCP_CUDA_BUILT_FOR", f'"{built_for}"'))
+
+
 extensions = [planner_extension()] if glob("csrc/planner/*.cc") else []
 if glob("csrc/ops/*.cc") and wants_ops():
     extensions.append(ops_extension())
+    if (cuda := cuda_build()) is not None:
+        add_cuda(extensions[-1], cuda)
 
 setup(
     name="megatron-dcp",

@@ -58,6 +58,7 @@ class CudaBuild:
     objects: list[str]
     include_dirs: list[str]
     link_args: list[str]
+    architectures: list[str]
     reports: list[KernelReport]
 
 
@@ -223,15 +224,16 @@ def parse_ptxas(log: str) -> list[KernelReport]:
     return reports
 
 
-def build_cuda(nvcc: Path, shared_with_cpu: Sequence[Path] = ()) -> CudaBuild:
+def build_cuda(nvcc: Path) -> CudaBuild:
     """Every kernel, for `architectures(nvcc)`. cudart is static: the library loads anywhere."""
     home = cuda_home(nvcc)
     flags = [*NVCC_FLAGS]
-    for code in architectures(nvcc):
+    codes = architectures(nvcc)
+    for code in codes:
         flags += ["-gencode", f"arch=compute_{code},code=sm_{code}"]
     objects = compile_all(
         [(path, flags, str(nvcc)) for path in cuda_sources()]
-        + [(path, HOST_FLAGS, "g++") for path in (*host_sources(), *shared_with_cpu)]
+        + [(path, HOST_FLAGS, "g++") for path in host_sources()]
     )
     reports = [
         report for path in objects for report in parse_ptxas(path.with_suffix(".log").read_text())
@@ -245,6 +247,7 @@ def build_cuda(nvcc: Path, shared_with_cpu: Sequence[Path] = ()) -> CudaBuild:
         objects=[str(path) for path in objects],
         include_dirs=[str(home / "include")],
         link_args=[str(library / "libcudart_static.a"), "-lrt", "-ldl", "-lpthread"],
+        architectures=[f"sm_{code}" for code in codes],
         reports=reports,
     )
 
@@ -272,6 +275,41 @@ def build_emulated(sanitizer: str | None = None, extra: Sequence[Path] = ()) -> 
         partial = target.with_suffix(f".{os.getpid()}.part")
         link = [flag for flag in SANITIZERS[sanitizer] if flag.startswith("-fsanitize")]
         _run([compiler, "-shared", *link, *map(str, objects), "-o", str(partial)], "link")
+        partial.rename(target)
+    return target
+
+
+def glue_sources() -> list[Path]:
+    """The torch registrations of the kernels; they need torch's headers."""
+    return sorted(KERNELS.glob("glue*.cc"))
+
+
+def build_emulated_ops() -> Path:
+    """The emulated kernels behind their torch glue: ops of `megatron_dcp_shim` for CPU tensors.
+
+    The library implements the ops; whoever loads it defines their schemas first.
+    """
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    compiler = os.environ.get("CXX", "g++")
+    flags = [*EMULATE_FLAGS, "-O1", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    for folder in include_paths():
+        flags += ["-isystem", folder]
+    kernels = build_emulated()
+    objects = compile_all([(path, flags, compiler) for path in glue_sources()])
+    names = "\0".join([kernels.name, *(path.name for path in objects), *library_paths()])
+    key = hashlib.sha256(names.encode()).hexdigest()[:16]
+    target = cache_folder() / f"libmdcp_emulated_ops-{key}.so"
+    if not target.is_file():
+        link = [str(kernels), f"-Wl,-rpath,{cache_folder()}"]
+        for folder in library_paths():
+            link += [f"-L{folder}", f"-Wl,-rpath,{folder}"]
+        partial = target.with_suffix(f".{os.getpid()}.part")
+        _run(
+            [compiler, "-shared", *map(str, objects), *link, "-ltorch", "-ltorch_cpu", "-lc10",
+             "-o", str(partial)],
+            "link",
+        )  # fmt: skip
         partial.rename(target)
     return target
 

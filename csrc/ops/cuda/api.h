@@ -200,6 +200,14 @@ typedef struct {
 int mdcp_cuda_cross_entropy(const MdcpCrossEntropy* args, void* stream);
 int mdcp_cuda_cross_entropy_grad(const MdcpCrossEntropyGrad* args, void* stream);
 
+// --- for the glue
+// ---------------------------------------------------------------------------------
+
+int mdcp_cuda_to_device(void* device, const void* host, int64_t bytes, void* stream);
+int mdcp_cuda_to_host(void* host, const void* device, int64_t bytes, void* stream);  // waits
+int mdcp_cuda_architecture(void);  // of the current device, as 90; 0: none
+const char* mdcp_cuda_error_text(int code);
+
 #ifdef __cplusplus
 }
 #endif

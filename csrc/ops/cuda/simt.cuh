@@ -208,6 +208,30 @@ int resident_blocks(void (*kernel)(Params), int threads, int64_t shared_bytes, i
   return 0;
 }
 
+inline int copy_to_device(void* device, const void* host, int64_t bytes, void* stream) {
+  return cudaMemcpyAsync(device, host, size_t(bytes), cudaMemcpyHostToDevice,
+                         static_cast<cudaStream_t>(stream));
+}
+// Waits for the stream.
+inline int copy_to_host(void* host, const void* device, int64_t bytes, void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const cudaError_t error =
+      cudaMemcpyAsync(host, device, size_t(bytes), cudaMemcpyDeviceToHost, queue);
+  return error != cudaSuccess ? error : cudaStreamSynchronize(queue);
+}
+// As 90 for sm_90; 0 without a device.
+inline int device_architecture() {
+  int device = 0, major = 0, minor = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) != cudaSuccess) {
+    (void)cudaGetLastError();
+    return 0;
+  }
+  return 10 * major + minor;
+}
+inline const char* runtime_error_text(int code) { return cudaGetErrorString(cudaError_t(code)); }
+
 inline int zero_bytes(void* device, int64_t bytes, void* stream) {
   return cudaMemsetAsync(device, 0, size_t(bytes), static_cast<cudaStream_t>(stream));
 }

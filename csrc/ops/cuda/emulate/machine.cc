@@ -411,6 +411,8 @@ int run_grid(const std::function<void()>& kernel, int64_t blocks, int threads,
   return failed ? 719 : 0;  // cudaErrorLaunchFailure
 }
 
+const char* last_error_text() { return last_error.c_str(); }
+
 }  // namespace mdcp::cuda::emulate
 
 extern "C" {

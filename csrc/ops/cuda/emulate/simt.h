@@ -66,6 +66,8 @@ void copy_wait(int groups, const char* file, int line);
 int run_grid(const std::function<void()>& kernel, int64_t blocks, int threads,
              int64_t shared_bytes);
 
+const char* last_error_text();
+
 }  // namespace emulate
 
 inline int thread_index() { return emulate::thread_index(); }
@@ -199,6 +201,17 @@ int resident_blocks(void (*)(Params), int, int64_t, int64_t* blocks) {
   *blocks = 3;  // few, so that a persistent kernel gets several tiles per block
   return 0;
 }
+
+inline int copy_to_device(void* device, const void* host, int64_t bytes, void*) {
+  std::memcpy(device, host, size_t(bytes));
+  return 0;
+}
+inline int copy_to_host(void* host, const void* device, int64_t bytes, void*) {
+  std::memcpy(host, device, size_t(bytes));
+  return 0;
+}
+inline int device_architecture() { return 0; }
+inline const char* runtime_error_text(int) { return emulate::last_error_text(); }
 
 inline int zero_bytes(void* device, int64_t bytes, void*) {
   std::memset(device, 0, size_t(bytes));
