@@ -23,9 +23,11 @@ from torch import Tensor
 
 from megatron_dcp import ops
 from megatron_dcp.data.generators import generate
+from megatron_dcp.errors import ConfigError
 from megatron_dcp.ops.segments import full_segment, segment_tensor
 
 Row = dict[str, Any]
+Clock = Callable[[], float]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -102,18 +104,25 @@ def rows(
     threads: int = 2,
     repeats: int = 5,
     memory: bool = True,
+    cpu_time: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> list[Row]:
     """Measure and return the rows {case, metric, unit, value, baseline, ratio, bar, ok}.
 
     only: names of cases (all when empty). `progress` is told each row as it is done. Speeds are
     GFLOP/s of the fastest repeat, ratios medians over `repeats`; `ok` is None without a bar.
+    `cpu_time` counts processor seconds instead of elapsed ones, for a machine that others use as
+    well; with more than one thread those would count idle waiting too, so it needs threads=1.
+    Raises ConfigError otherwise.
     """
+    if cpu_time and threads != 1:
+        raise ConfigError(f"cpu_time needs threads=1; found threads={threads}.")
+    clock = time.process_time if cpu_time else time.perf_counter
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     found: list[Row] = []
     try:
-        for row in _all_rows(only, dtypes, repeats, memory):
+        for row in _all_rows(only, dtypes, repeats, memory, clock):
             found.append(row)
             progress(f"{row['case']:<18} {row['metric']:<22} {row['value']:9.1f} {row['unit']:<8}")
     finally:
@@ -122,20 +131,20 @@ def rows(
 
 
 def _all_rows(
-    only: Sequence[str], dtypes: Sequence[str], repeats: int, memory: bool
+    only: Sequence[str], dtypes: Sequence[str], repeats: int, memory: bool, clock: Clock
 ) -> Iterator[Row]:
-    peak = matmul_gflops()
+    peak = matmul_gflops(clock)
     yield _row("matmul 2048^3", "float32", "GFLOP/s", peak, None, None, None)
     for case in cases():
         if only and case.name not in only:
             continue
         for name in dtypes:
-            yield from _speed(case, name, repeats)
+            yield from _speed(case, name, repeats, clock)
             if memory and case.name in ("32768/32", "1x8192"):
                 yield from _memory(case, name)
     for name in dtypes:
         if not only or "ring step" in only:
-            yield _ring_step(name, repeats)
+            yield _ring_step(name, repeats, clock)
 
 
 def _row(
@@ -160,16 +169,16 @@ def _row(
     }
 
 
-def matmul_gflops(repeats: int = 5) -> float:
+def matmul_gflops(clock: Clock = time.perf_counter, repeats: int = 5) -> float:
     """The best of a few torch.matmul 2048^3 in float32."""
     a = torch.randn(2048, 2048)
-    return 2 * 2048**3 / min(_timed(lambda: a @ a)[0] for _ in range(repeats)) / 1e9
+    return 2 * 2048**3 / min(_timed(clock, lambda: a @ a)[0] for _ in range(repeats)) / 1e9
 
 
-def _timed(run: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
+def _timed(clock: Clock, run: Callable[[], Any]) -> tuple[float, Any]:
+    start = clock()
     result = run()
-    return time.perf_counter() - start, result
+    return clock() - start, result
 
 
 def _inputs(case: Case, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
@@ -190,18 +199,18 @@ def _both(case: Case, qkv: list[Tensor], cu: Tensor) -> dict[str, Callable[[], T
     }
 
 
-def _speed(case: Case, name: str, repeats: int) -> Iterator[Row]:
+def _speed(case: Case, name: str, repeats: int, clock: Clock) -> Iterator[Row]:
     qkv, weight, cu = _inputs(case, DTYPES[name])
     times: dict[str, list[float]] = {}
     for repeat in range(repeats + 1):
         for side, forward in _both(case, qkv, cu).items():
-            seconds, out = _timed(forward)
-            back, _ = _timed(lambda out=out: torch.autograd.grad(out, qkv, weight))  # type: ignore[misc]
+            seconds, out = _timed(clock, forward)
+            back, _ = _timed(clock, lambda out=out: torch.autograd.grad(out, qkv, weight))  # type: ignore[misc]
             if repeat:  # the first warms up
                 times.setdefault(f"{side} fwd", []).append(seconds)
                 times.setdefault(f"{side} bwd", []).append(back)
     bars = dict(case.bars)
-    peak = matmul_gflops() if (case.name, name) == ("32768/32", "float32") else None
+    peak = matmul_gflops(clock) if (case.name, name) == ("32768/32", "float32") else None
     for direction in ("fwd", "bwd"):
         ours, theirs = times[f"ours {direction}"], times[f"baseline {direction}"]
         speed = case.gflop(direction) / min(ours)
@@ -220,7 +229,7 @@ def _speed(case: Case, name: str, repeats: int) -> Iterator[Row]:
             yield _row(case.name, f"{metric} of matmul", "GFLOP/s", speed, peak, speed / peak, 0.7)
 
 
-def _ring_step(name: str, repeats: int) -> Row:
+def _ring_step(name: str, repeats: int, clock: Clock) -> Row:
     """An off-diagonal ring step, 4096 x 4096, merged into a running result, against torch's flash
     kernel followed by a merge in torch."""
     dtype = DTYPES[name]
@@ -233,9 +242,10 @@ def _ring_step(name: str, repeats: int) -> Row:
     for repeat in range(repeats + 1):
         out, lse = running.clone(), running_lse.clone()
         seconds, _ = _timed(
-            lambda out=out, lse=lse: ops.segment_attention_forward(q, k, v, segments, out, lse)  # type: ignore[misc]
+            clock,
+            lambda out=out, lse=lse: ops.segment_attention_forward(q, k, v, segments, out, lse),  # type: ignore[misc]
         )
-        other, _ = _timed(lambda: _torch_ring_step(q, k, v, running, running_lse))
+        other, _ = _timed(clock, lambda: _torch_ring_step(q, k, v, running, running_lse))
         if repeat:
             ours.append(seconds)
             theirs.append(other)

@@ -348,3 +348,51 @@ def test_gradcheck_of_the_reference_in_float64():
         return out, torch.where(torch.isfinite(lse), lse, 0.0)
 
     assert torch.autograd.gradcheck(run, (q, k, v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_addresses_are_64_bits_wide(dtype):
+    """Row stride times row passes 2^31 elements; only two rows of the storage are ever touched."""
+    stride = (1 << 31) + 8
+    try:
+        storage = torch.empty(stride + 16, dtype=dtype)
+    except RuntimeError:
+        pytest.skip("no address space for a storage of 2^31 elements")
+    rows = torch.as_strided(storage, (2, 1, 16), (stride, 16, 1))
+    near = make(2, 2, 1, 1, 16, dtype)[0]
+    rows.copy_(near)
+    far = grads(lambda *t: ops.varlen_attention(*t, cu([2]), cu([2])), [near, near, near])
+    got, lse = ops.varlen_attention(rows, rows, rows, cu([2]), cu([2]))
+    assert torch.equal(got, far[0])
+    assert torch.equal(lse, far[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_partial_results_are_float32(dtype):
+    q, k, v = make(8, 8, dtype=dtype)
+    segments = segment_tensor([full_segment(0, 8, 0, 8)])
+    out, lse = ops.new_accumulators(q)
+    assert out.dtype == lse.dtype == torch.float32
+    with pytest.raises(RuntimeError, match="out must be float32"):
+        ops.segment_attention_forward(q, k, v, segments, out.to(dtype), lse)
+    ops.segment_attention_forward(q, k, v, segments, out, lse)
+    sums = [torch.zeros_like(x) for x in (q, k, v)]
+    with pytest.raises(RuntimeError, match="dq must be float32"):
+        ops.segment_attention_backward(out.to(dtype), q, k, v, out, lse, segments, *sums)
+
+
+def test_many_small_merges_do_not_drift():
+    """A ring of 16 steps in bfloat16 is as close to float64 as one call is."""
+    q, k, v = make(64, 64, 2, 1, 32, torch.bfloat16)
+    want, _ = varlen_attention_reference(
+        q.double(), k.double(), v.double(), cu([64]), cu([64]), causal=False
+    )
+    out, lse = ops.new_accumulators(q)
+    for step in range(16):
+        part = segment_tensor([full_segment(0, 64, 4 * step, 4)])
+        ops.segment_attention_forward(q, k, v, part, out, lse)
+    once, once_lse = ops.new_accumulators(q)
+    ops.segment_attention_forward(
+        q, k, v, segment_tensor([full_segment(0, 64, 0, 64)]), once, once_lse
+    )
+    assert (out - want).abs().max() <= 1.5 * (once - want).abs().max()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from megatron_dcp import ops
 from megatron_dcp.cli import bench_attention as bench
+from megatron_dcp.errors import ConfigError
 
 KEYS = {"case", "metric", "unit", "value", "baseline", "ratio", "bar", "ok"}
 
@@ -46,3 +48,8 @@ def test_the_ring_step_baseline_is_the_same_merge():
     ops.segment_attention_forward(q, k, v, segments, running, lse)
     torch.testing.assert_close(running, want, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_processor_time_is_for_one_thread():
+    with pytest.raises(ConfigError, match="threads=1"):
+        bench.rows(cpu_time=True, threads=2)
