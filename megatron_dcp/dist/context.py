@@ -113,6 +113,13 @@ class PlacementContext:
         return sum(self.shards.tokens[first : first + self.inner])
 
 
+def cu_seqlens_of(lengths: Sequence[int]) -> Tensor:
+    """Offsets of packed samples [B + 1]: int32 where they fit, int64 beyond 2**31 - 1 tokens."""
+    cu = torch.zeros(len(lengths) + 1, dtype=torch.int64)
+    cu[1:] = torch.tensor(list(lengths), dtype=torch.int64).cumsum(0)
+    return cu.to(torch.int32) if int(cu[-1]) < 2**31 else cu
+
+
 def make_context(
     world: DataWorld,
     placement: Placement,
@@ -138,10 +145,7 @@ def make_context(
     samples = [torch.full((s.stop - s.start,), keys[s.sample]) for s in spans]
     if not spans:
         positions, samples = [torch.zeros(1, dtype=torch.int64)], [torch.full((1,), -1)]
-    cu = torch.zeros(len(lengths) + 1, dtype=torch.int64)
-    cu[1:] = torch.tensor(list(lengths), dtype=torch.int64).cumsum(0)
-    if int(cu[-1]) < 2**31:
-        cu = cu.to(torch.int32)
+    cu = cu_seqlens_of(lengths)
     return PlacementContext(
         world=world,
         placement=placement,

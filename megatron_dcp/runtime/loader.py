@@ -10,16 +10,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from megatron_dcp.dist import agree
 from megatron_dcp.errors import AgreementError, ConfigError
+from megatron_dcp.runtime.backend import is_deepspeed
+from megatron_dcp.runtime.memory import PeakMemory
 from megatron_dcp.runtime.prepare import Prepared, StepPreparer
 from megatron_dcp.runtime.recompute import check_recompute
 from megatron_dcp.runtime.schedule import group_blocks
-from megatron_dcp.runtime.step import Step
+from megatron_dcp.runtime.step import Microbatch, Step
+from megatron_dcp.runtime.watchdog import IDLE
 
 if TYPE_CHECKING:
     from megatron_dcp.runtime.engine import Engine
@@ -79,6 +84,29 @@ class StepLoader:
         finally:
             if executor is not None:
                 executor.shutdown(wait=True, cancel_futures=True)
+
+    def dry_run(self, loss_fn: Callable[[Microbatch], Tensor]) -> int | None:
+        """Run the heaviest step that this data set can give, forward and backward, and forget it.
+
+        A batch of the longest samples is planned and run before training, so that what would run
+        out of memory hours later does so now. loss_fn(mb) returns the loss sum. Gradients are
+        dropped, the optimizer and the position stay as they are. Returns the peak bytes of this
+        rank above what it held before, where the device tells. Collective.
+        """
+        if is_deepspeed(self.engine.model):
+            raise ConfigError(
+                "dry_run drops gradients, which a DeepSpeed engine does not allow; start it with "
+                "a small memory budget instead"
+            )
+        peak = PeakMemory(self.engine.world.device)
+        step = self._open(self.preparer.prepare(0, self.preparer.longest()), 0.0)
+        for mb in step:
+            mb.backward(loss_fn(mb))
+        if not self.engine.backend.closing_dummy:
+            self.engine.driver.end()
+        self.engine.model.zero_grad(set_to_none=True)
+        self.engine.beat(IDLE)
+        return peak.peak_bytes()
 
     def _open(self, prepared: Prepared, exposed_ms: float) -> Step:
         """Agree on a step with all ranks and make its groups."""

@@ -103,9 +103,18 @@ class StepPreparer:
         self.weight_dtype = weight_dtype
         self.max_length = max_length
 
-    def prepare(self, step: int) -> Prepared:
-        """Plan a step and build this rank's shards; never raises for what a user can cause."""
-        prepared = Prepared(step=step, indices=self.sampler.indices(step))
+    def longest(self) -> list[int]:
+        """Dataset indices of the heaviest batch that could be drawn: the longest samples."""
+        order = sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i))
+        return order[: self.sampler.config.batch]
+
+    def prepare(self, step: int, indices: Sequence[int] | None = None) -> Prepared:
+        """Plan a step and build this rank's shards; never raises for what a user can cause.
+
+        indices: the samples, default those that the sampler draws for the step.
+        """
+        drawn = self.sampler.indices(step) if indices is None else list(indices)
+        prepared = Prepared(step=step, indices=drawn)
         try:
             begin = now_us()
             self._plan(prepared)
