@@ -63,7 +63,7 @@ class Engine:
         )
         self.planner, self.runtime = planner, runtime
         self.topology = Topology(
-            data_ranks=world.size, ranks_per_node=_ranks_per_node(ranks_per_node, world.size)
+            data_ranks=world.size, ranks_per_node=node_ranks(ranks_per_node, world.size)
         )
         wanted = backend.lockstep if planner.lockstep == "auto" else planner.lockstep
         self.lockstep = lockstep_ranks(wanted, self.topology)
@@ -279,7 +279,7 @@ class Engine:
             )
 
 
-def _ranks_per_node(asked: int | None, size: int) -> int:
+def node_ranks(asked: int | None, size: int) -> int:
     """As asked, else the launcher's LOCAL_WORLD_SIZE where it tiles the ranks, else one node."""
     if asked is not None:
         return asked

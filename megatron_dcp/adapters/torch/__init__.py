@@ -14,8 +14,11 @@ from megatron_dcp.cost import CostProfile, resolve
 from megatron_dcp.cost.profiling import check_fingerprint
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.errors import ConfigError
+from megatron_dcp.plan import Topology
 from megatron_dcp.runtime import Engine
+from megatron_dcp.runtime.autocost import auto_profile
 from megatron_dcp.runtime.backend import detect
+from megatron_dcp.runtime.engine import node_ranks
 from megatron_dcp.runtime.fingerprint import model_fingerprint
 from megatron_dcp.runtime.prepare import PlanFn
 
@@ -67,6 +70,12 @@ def initialize(
     world = world or DataWorld(planes=planes, device=device, timeout_s=timeout_s)
     if not descriptor.reduces:
         world.broadcast_([x.data for x in (*model.parameters(), *model.buffers())])
+    if cost == "auto":
+        node = node_ranks(ranks_per_node, world.size)
+        topology = Topology(data_ranks=world.size, ranks_per_node=node)
+        profile = auto_profile(model, descriptor, topology)
+    else:
+        profile = _profile(cost, model, device, force=force_cost)
     planner = PlannerConfig(
         strategy=strategy,
         cost=cost if isinstance(cost, str) else cost.name,
@@ -90,7 +99,7 @@ def initialize(
         scheduler=scheduler,
         backend=descriptor,
         world=world,
-        profile=_profile(cost, model, device, force=force_cost),
+        profile=profile,
         planner=planner,
         runtime=runtime,
         ranks_per_node=ranks_per_node,
@@ -110,11 +119,6 @@ def _profile(
     cost: str | CostProfile, model: nn.Module, device: torch.device, *, force: bool
 ) -> CostProfile:
     """Resolve `cost`; a fitted profile must fit this device and model (or be forced)."""
-    if cost == "auto":
-        raise ConfigError(
-            "cost='auto' needs a profile of this model and device; run `mdcp profile` and pass its "
-            "file, or pass a preset's name or a CostProfile"
-        )
     profile = resolve(cost) if isinstance(cost, str) else cost
     differing = check_fingerprint(profile, model_fingerprint(model, device), force=force)
     if differing:
