@@ -32,7 +32,7 @@ ClusterName=mdcp
 SlurmctldHost=$(hostname -s)(127.0.0.1)
 SlurmctldPort=16817
 AuthType=auth/munge
-AuthInfo=socket=$DIR/munge/munge.socket
+AuthInfo=socket=$DIR/munge/munge.socket,cred_expire=10
 CredType=cred/munge
 SlurmUser=root
 StateSaveLocation=$DIR/ctld

@@ -9,6 +9,9 @@
 #   MDCP_IFNAME           network interface of the rendezvous and gloo (default: of the default route)
 #   MDCP_JOB_ID           the same word on all nodes (default: mdcp)
 #   MDCP_MAX_RESTARTS     restarts after a failed rank (default: 0)
+#   MDCP_NODE_ADDR        address at which the other nodes reach this one (default: its host name)
+#
+# Exit status: 0 done, 85 preempted after a checkpoint (run it again with --resume), 1 failed.
 set -euo pipefail
 # shellcheck source=scripts/launch/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -30,7 +33,7 @@ launch_network
 # A preemption signal is for the ranks, which install a handler of their own; torchrun ignores it.
 trap '' USR1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$MDCP_PYTHON" -m torch.distributed.run \
+exec "$MDCP_PYTHON" -m megatron_dcp.cli.elastic \
   --nnodes "$nodes" --nproc-per-node "$(launch_ranks_per_node)" \
   --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id "${MDCP_JOB_ID:-mdcp}" \
   --max-restarts "${MDCP_MAX_RESTARTS:-0}" ${MDCP_NODE_ADDR:+--local-addr "$MDCP_NODE_ADDR"} "${program[@]}"

@@ -65,9 +65,7 @@ def train_long(
         say(f"step {step.index}: loss {loss:.5f}")
         done = step.index + 1
         if engine.stop_requested or done % options.checkpoint_every == 0 or done == len(loader):
-            loader.position = done  # this step is finished: the checkpoint continues after it
             folder = save_checkpoint(engine, loader, checkpoints)
-            loader.position = step.index
             say(f"wrote {folder}")
         if engine.stop_requested:
             say("stopped by a signal; --resume goes on from here")
