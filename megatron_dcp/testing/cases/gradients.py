@@ -82,7 +82,7 @@ def plan_maker(strategy: str | None, seed: int, idle_rank: bool) -> Any:
     def make(request: PlanRequest) -> StepPlan:
         if strategy is not None:
             return make_plan(request, strategy)
-        return random_plan(request, seed, idle_rank=idle_rank)
+        return random_plan(request, seed + 1000 * request.step, idle_rank=idle_rank)
 
     return make
 
