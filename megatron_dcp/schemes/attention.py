@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -33,25 +36,41 @@ def attention(
     position, -1 is no limit. softmax_scale: default D ** -0.5. softcap: 0 is off.
     placement: default the current one.
     """
-    ctx = placement if placement is not None else current_placement()
-    if q.dim() == 4 and q.shape[0] == 1:
-        inner = attention(
-            q[0],
-            k[0],
-            v[0],
-            causal=causal,
-            window_size=window_size,
+    return _eager()(
+        q,
+        k,
+        v,
+        placement if placement is not None else current_placement(),
+        AttentionOptions(
+            mask=Mask(causal=causal, window_size=window_size),
             softmax_scale=softmax_scale,
             softcap=softcap,
-            placement=ctx,
-        )
-        return inner.unsqueeze(0)
-    _check(q, k, v, ctx)
-    options = AttentionOptions(
-        mask=Mask(causal=causal, window_size=window_size),
-        softmax_scale=softmax_scale,
-        softcap=softcap,
+        ),
     )
+
+
+# torch.compile breaks its graph here: what a placement asks for changes with every microbatch and
+# crosses ranks. The mark is read where a caller is traced; nothing else looks at it.
+attention._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+_disabled: list[Callable[..., Tensor]] = []
+
+
+def _eager() -> Callable[..., Tensor]:
+    """The attention that runs, kept out of torch.compile where that is in use (it loads slowly)."""
+    if "torch._dynamo" not in sys.modules:
+        return _attention
+    if not _disabled:
+        _disabled.append(torch.compiler.disable(_attention))  # type: ignore[no-untyped-call]
+    return _disabled[0]
+
+
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, ctx: PlacementContext, options: AttentionOptions
+) -> Tensor:
+    if q.dim() == 4 and q.shape[0] == 1:
+        return _attention(q[0], k[0], v[0], ctx, options).unsqueeze(0)
+    _check(q, k, v, ctx)
     scheme = find_scheme(ctx.placement.scheme)
     if ctx.filler:
         out = scheme(q[:0], k[:0], v[:0], ctx, options)

@@ -49,3 +49,11 @@ def test_domains_smaller_than_all_ranks(pool: WorkerPool, wrapper: str, domain: 
 
 def test_fsdp2_on_eight_ranks(pool: WorkerPool) -> None:
     check(pool.run(8, CASE, seed=1, wrapper="fsdp2", samples=12))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_fsdp2_that_keeps_parameters_runs_unequal_counts(pool: WorkerPool, option: str) -> None:
+    """Parameters gathered once, gradients reduced once, in a closing dummy of all ranks."""
+    results = pool.run(4, CASE, seed=1, wrapper="fsdp2", backend="fsdp2-keep", **OPTIONS[option])
+    check(results)
+    assert len({r["microbatches"] for r in results}) > 1

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_dcp as mdcp
+from megatron_dcp.dist import DataWorld
 from megatron_dcp.plan import StepPlan
 from megatron_dcp.planner import PlanRequest, make_plan
 from megatron_dcp.runtime import Engine
@@ -100,12 +101,17 @@ def gradient_case(
     heads: int = 4,
     kv_heads: int = 2,
     longest: int = 40,
+    backend: str | None = None,
+    planes: list[list[int]] | None = None,
+    compiled: bool = False,
 ) -> dict[str, Any]:
     """Gradient error of one step of this rank's parameters, and the loss error."""
     data = Samples(random_lengths(seed, samples, longest), seed, masked=masked)
     model = TinyModel(seed=seed, heads=heads, kv_heads=kv_heads)
     reference_model = TinyModel(seed=seed, heads=heads, kv_heads=kv_heads)
-    world = cached_world()
+    world = cached_world() if planes is None else DataWorld(planes=planes, timeout_s=90)
+    if compiled:
+        model.layers[0].compile(backend="aot_eager", dynamic=True)
     wrapped = wrap(model, wrapper)
     engine = mdcp.initialize(
         wrapped,
@@ -114,6 +120,7 @@ def gradient_case(
         plan_fn=plan_maker(strategy, seed, idle_rank),
         normalize=normalize,
         lockstep=lockstep,
+        backend=backend,
         plan_ahead=0,
         world=world,
     )

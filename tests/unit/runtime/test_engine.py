@@ -136,11 +136,6 @@ def test_unusable_options(options: dict[str, Any], message: str) -> None:
         engine(**options)
 
 
-def test_cost_auto_says_what_is_needed() -> None:
-    with pytest.raises(ConfigError, match="mdcp profile"):
-        mdcp.initialize(TinyModel())
-
-
 def small_budget() -> float:
     """GB for 10 recomputed tokens of the tiny profile: 2 layers x 100 bytes each."""
     return 10 * 2 * 100 / 1e9
