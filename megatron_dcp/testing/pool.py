@@ -32,10 +32,13 @@ class WorkerError(Exception):
 
 
 class WorkerPool:
-    """Up to `limit` workers, started as they are first needed."""
+    """Up to `limit` workers, started as they are first needed; python: another interpreter."""
 
-    def __init__(self, *, limit: int = 8, timeout_s: float = 150.0) -> None:
+    def __init__(
+        self, *, limit: int = 8, timeout_s: float = 150.0, python: str | None = None
+    ) -> None:
         self.limit, self.timeout_s = limit, timeout_s
+        self.python = python or sys.executable
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._epoch = self._ranks = 0  # each change of the number of ranks makes a new world
         self._store: Any = None
@@ -104,7 +107,7 @@ class WorkerPool:
         root = Path(__file__).parents[2]
         path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "megatron_dcp.testing.pool"]
+        command = [self.python, "-m", "megatron_dcp.testing.pool"]
         command += [str(rank), str(port), str(self._store.port)]
         return subprocess.Popen(command, env=env, cwd=root)
 

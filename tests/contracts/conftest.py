@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_dcp.testing.pool import WorkerPool
+from tests.contracts.megatron_env import own_python
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -32,3 +33,19 @@ def pool4() -> Iterator[WorkerPool]:
 @pytest.fixture
 def pools(pool2: WorkerPool, pool4: WorkerPool) -> dict[int, WorkerPool]:
     return {2: pool2, 4: pool4}
+
+
+@pytest.fixture(scope="session")
+def megatron_pool() -> Iterator[WorkerPool]:
+    """Workers on the ordinary environment's megatron-core (0.16.1)."""
+    workers = WorkerPool(limit=4, timeout_s=280.0)
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
+def own_megatron_pool() -> Iterator[WorkerPool]:
+    """Workers on the venv with the second megatron-core (0.19.2)."""
+    workers = WorkerPool(limit=4, timeout_s=280.0, python=own_python())
+    yield workers
+    workers.close()

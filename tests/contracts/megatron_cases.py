@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_dcp.adapters.megatron import standins
 from megatron_dcp.config import MegatronConfig, PlannerConfig
+from megatron_dcp.errors import MdcpError
 from tests.contracts.megatron_plans import register_mix
 
 VOCAB = 96
@@ -176,6 +177,19 @@ def _mean_loss(reports: list[dict[str, Tensor]]) -> float:
     return float(total[0] / total[1])
 
 
+def _items(case: dict[str, Any], step: int, replica: int, count: int) -> list[Any]:
+    """The items of one data-parallel rank; `fault` spoils those of the last one."""
+    items: list[Any] = [sample(step, replica * count + i) for i in range(count)]
+    fault = case.get("fault") if replica == 1 else None
+    if fault == "fraction":
+        items[0]["loss_mask"] = items[0]["loss_mask"] * 0.5
+    elif fault == "end":
+        items.pop()
+    elif fault == "lengths":
+        items[0] = {"pixels": torch.zeros(1, 4)}
+    return items
+
+
 def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -198,11 +212,12 @@ def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
     replica = ps.get_data_parallel_rank(with_context_parallel=with_cp)
     count = SAMPLES // replicas
     losses, norms, sizes = [], [], []
+    degrees: set[int] = set()
     for step in range(case["steps"]):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        items = [sample(step, replica * count + i) for i in range(count)]
+        items = _items(case, step, replica, count)
         data: Any = [iter(items) for _ in chunks] if len(chunks) > 1 else iter(items)
         reports = schedule(
             forward_step_func=static_forward,
@@ -217,11 +232,13 @@ def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
         losses.append(_mean_loss(reports))
         norms.append(float(norm))
         sizes.append(len(reports))
+        if dcp is not None and dcp.last_plan is not None:
+            degrees |= {p.degree for p in dcp.last_plan.placements}
     result = {"losses": losses, "norms": norms, "microbatches": sizes}
     if dcp is not None:
         assert dcp.last_plan is not None
         result["digests"] = dcp.digests
-        result["degrees"] = sorted({p.degree for p in dcp.last_plan.placements})
+        result["all_degrees"] = sorted(degrees)
         result["communicators"] = dcp.communicators
     return result
 
@@ -247,3 +264,21 @@ def compare(**case: Any) -> dict[str, Any]:
         finally:
             ps.destroy_model_parallel()
     return out
+
+
+def refused(**case: Any) -> dict[str, Any]:
+    """Start the planned run of a case that must be refused; returns the error of this rank."""
+    standins.install(training=False)
+    from megatron.core import parallel_state as ps
+
+    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, "steps": 1, **case}
+    ps.initialize_model_parallel(
+        tensor_model_parallel_size=case["tp"], pipeline_model_parallel_size=case["pp"]
+    )
+    try:
+        steps = len(_train(case, True)["losses"])
+        return {"error": "", "kind": "", "steps": steps}
+    except MdcpError as error:
+        return {"error": str(error), "kind": type(error).__name__, "steps": 0}
+    finally:
+        ps.destroy_model_parallel()

@@ -97,6 +97,8 @@ def check_attention_config(config: Any) -> None:
 @cache
 def plan_aware_core(base: type) -> type:
     """A subclass of a core attention class that follows the placement."""
+    if base.__name__.startswith("PlanAware"):
+        return base
 
     class PlanAwareCoreAttention(base):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -138,11 +140,11 @@ def plan_aware_core(base: type) -> type:
                 return plain
             if attention_bias is not None:
                 raise AdapterError("plan-aware attention takes no attention_bias, found one")
-            rows, tokens = len(query), context.tokens
+            rows, held = len(query), context.rows
             out = attention(
-                query[:tokens],
-                key[:tokens],
-                value[:tokens],
+                query[:held],
+                key[:held],
+                value[:held],
                 causal="causal" in getattr(attn_mask_type, "name", "causal"),
                 softmax_scale=self.mdcp_scale,
                 window_size=self.mdcp_window,
@@ -158,6 +160,8 @@ def plan_aware_core(base: type) -> type:
 @cache
 def plan_aware_self_attention(base: type) -> type:
     """A subclass of a self-attention class whose RoPE takes explicit positions."""
+    if base.__name__.startswith("PlanAware"):
+        return base
 
     class PlanAwareSelfAttention(base):  # type: ignore[misc]
         def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ import typing
 from typing import Any
 
 from megatron_dcp.config import MegatronConfig, PlannerConfig
-from megatron_dcp.errors import AdapterError, ConfigError
+from megatron_dcp.errors import AdapterError
 
 # Megatron's own planners: one of the two plans the step, never both.
 OWN_FEATURES = {
@@ -39,6 +39,8 @@ def _options(hint: Any) -> tuple[type, list[str] | None]:
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--mdcp` and one flag per field of PlannerConfig and MegatronConfig."""
+    if "--mdcp" in parser._option_string_actions:
+        return parser  # a patched tree under `mdcp launch`
     group = parser.add_argument_group("megatron-dcp", "plan every step from its sequence lengths")
     group.add_argument("--mdcp", action="store_true", help="run under a plan made every step")
     for record in (PlannerConfig, MegatronConfig):
@@ -106,13 +108,3 @@ def refuse_conflicts(args: Any) -> None:
                 f"--mdcp with {flag} {getattr(args, name)}: Megatron draws dropout per rank, so "
                 f"its pattern would depend on the plan. Pass {flag} 0"
             )
-
-
-def require_spec(args: Any) -> None:
-    """Values that must be usable before anything is built."""
-    planner, _ = read_flags(args)
-    from megatron_dcp.planner.registry import find_strategy
-
-    find_strategy(planner.strategy)
-    if planner.memory_gb is not None and planner.memory_gb <= 0:
-        raise ConfigError(f"--mdcp-memory-gb is {planner.memory_gb}; it must be > 0")

@@ -82,7 +82,7 @@ def build_microbatches(
                 world, placement, [plan.lengths[i] for i in placement.samples], step=step
             )
             fields = local[slot.index] if local is not None else {}
-        rows = _rows(context.tokens, multiple)
+        rows = _rows(context.rows, multiple)
         out.append(
             Microbatch(
                 fields=_with_positions(fields, context, rows) if local is not None else {},

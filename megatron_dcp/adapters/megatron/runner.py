@@ -65,6 +65,8 @@ class MegatronDcp:
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's schedule function under the plan; same keyword arguments, same result."""
+        if getattr(forward_backward, "mdcp_planned", False):
+            return forward_backward  # a patched tree under `mdcp launch`
 
         @functools.wraps(forward_backward)
         def planned(
@@ -108,6 +110,7 @@ class MegatronDcp:
                 for settings in self._recompute:
                     settings.restore()
 
+        planned.mdcp_planned = True  # type: ignore[attr-defined]
         return planned
 
     def _prepare(self, chunks: Sequence[Any]) -> None:

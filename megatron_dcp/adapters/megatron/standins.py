@@ -11,9 +11,10 @@ Two groups: `core` is what megatron-core needs to build, train and clip; `traini
 
 from __future__ import annotations
 
+import builtins
+import importlib.util
 import logging
 import os
-import sys
 import types
 import typing
 from collections.abc import Callable
@@ -52,21 +53,12 @@ class _Setter:
         )
         setattr(owner, name, value)
 
-    def module(self, name: str, value: types.ModuleType) -> None:
-        if name not in sys.modules:
-            sys.modules[name] = value
-            self._undo.append(lambda: _forget(name))
-
     def finally_(self, call: Callable[[], None]) -> None:
         self._undo.append(call)
 
     def undo(self) -> None:
         while self._undo:
             self._undo.pop()()
-
-
-def _forget(name: str) -> None:
-    sys.modules.pop(name, None)
 
 
 # --- core ------------------------------------------------------------------------------------
@@ -293,23 +285,48 @@ def _process_group_arguments(put: _Setter) -> None:
     put.attribute(dist, "barrier", plain_barrier)
 
 
+# Modules of Megatron that import triton without asking whether it is there. Only they are given a
+# stand-in: a fake module for all would make torch and Megatron's guarded imports believe in it.
+_UNGUARDED = (
+    "megatron.core.transformer.moe.paged_stash",
+    "megatron.core.transformer.moe.ops.paged_stash",
+    "megatron.core.ssm.ops.",
+)
+
+
+class _Nothing:
+    """Has every attribute; as a decorator it gives the function back. Its kernels never run."""
+
+    __version__ = "0.0.0"
+
+    def __getattr__(self, name: str) -> _Nothing:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Nothing()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
+
+
 def _wheel_gaps(put: _Setter) -> None:
     """Gaps of the wheels that are not about devices.
 
-    The wheel has no Makefile for `compile_helpers`, though its compiled helpers import; 0.18+
-    imports triton unguarded in one module of the MoE path; 0.19 uses `typing.override`, which
-    Python 3.11 lacks.
+    The wheel has no Makefile for `compile_helpers`, though its compiled helpers import; 0.18 and
+    later import triton unguarded in modules that a GPT never runs; 0.19 uses `typing.override`,
+    which Python 3.11 lacks.
     """
     if not hasattr(typing, "override"):
         put.attribute(typing, "override", lambda method: method)
-    if "triton" not in sys.modules:
-        import importlib.util
+    if importlib.util.find_spec("triton") is None:
+        original = builtins.__import__
 
-        if importlib.util.find_spec("triton") is None:
-            stub = types.ModuleType("megatron.core.transformer.moe.ops.paged_stash")
-            for name in ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel"):
-                setattr(stub, name, None)
-            put.module(stub.__name__, stub)
+        def import_(name: str, scope: Any = None, *args: Any, **kwargs: Any) -> Any:
+            asker = (scope or {}).get("__name__") or ""
+            if name.split(".")[0] == "triton" and asker.startswith(_UNGUARDED):
+                return _Nothing()
+            return original(name, scope, *args, **kwargs)
+
+        put.attribute(builtins, "__import__", import_)
     try:
         from megatron.core.datasets import helpers_cpp, utils  # noqa: F401
     except ImportError:

@@ -131,6 +131,11 @@ def runner() -> Any:
     return _runner
 
 
+def current_runner() -> Any:
+    """The run's MegatronDcp, or None before the first planned call."""
+    return _runner
+
+
 def _named_function(path: str | None) -> Any:
     """`package.module:function`; AdapterError when it cannot be found."""
     if path is None:
@@ -153,14 +158,20 @@ def _wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_forward_backward_func
 
 
+def plan_aware_if_enabled(spec: Any) -> Any:
+    """The layer spec that a GPTModel of this run is built from."""
+    if not _enabled():
+        return spec
+    from megatron_dcp.adapters.megatron.attention import plan_aware_spec
+
+    return plan_aware_spec(spec)
+
+
 def _wrap_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def __init__(self: Any, config: Any, transformer_layer_spec: Any, *a: Any, **k: Any) -> None:
-        if _enabled():
-            from megatron_dcp.adapters.megatron.attention import plan_aware_spec
-
-            transformer_layer_spec = plan_aware_spec(transformer_layer_spec)
-        original(self, config, transformer_layer_spec, *a, **k)
+        spec = plan_aware_if_enabled(transformer_layer_spec)
+        original(self, config, spec, *a, **k)
 
     return __init__
 

@@ -1,0 +1,98 @@
+"""megatron-core alone, in a loop of your own: the ten lines that put it under a plan.
+
+For Bridge, NeMo, verl and everyone who calls `get_forward_backward_func` themselves. The lines that
+DCP adds are marked. Run on two CPU processes:
+
+    torchrun --nproc-per-node 2 examples/megatron_gpt/core_loop.py
+"""
+
+# ruff: noqa: E402  (the stand-ins must be in place before Megatron is imported)
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_dcp.adapters.megatron import standins
+
+dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+if not torch.cuda.is_available():
+    standins.install(training=False)  # before the first import of megatron.core
+
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+
+from megatron_dcp.adapters.megatron.attention import plan_aware_spec
+from megatron_dcp.adapters.megatron.runner import MegatronDcp
+from megatron_dcp.config import PlannerConfig
+
+VOCAB, LONGEST = 256, 128
+
+
+def item(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """One sample as any loader gives it: [1, L] tensors, L really varying."""
+    length = int(torch.randint(2, LONGEST, (1,), generator=generator))
+    tokens = torch.randint(0, VOCAB, (1, length + 1), generator=generator)
+    return {
+        "tokens": tokens[:, :-1],
+        "labels": tokens[:, 1:],
+        "loss_mask": torch.ones(1, length),
+        "position_ids": torch.arange(length)[None],
+    }
+
+
+def main() -> None:
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        calculate_per_token_loss=True,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+    )
+    spec = plan_aware_spec(get_gpt_layer_local_spec())  # DCP: attention follows the plan
+    model = GPTModel(config, spec, VOCAB, LONGEST, position_embedding_type="rope")
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), [model])
+    config.finalize_model_grads_func = finalize_model_grads
+    config.no_sync_func = model.no_sync
+    dcp = MegatronDcp(planner=PlannerConfig(strategy="dcp"))  # DCP: options as in --mdcp-*
+    schedule = dcp.wrap(get_forward_backward_func())  # DCP: same arguments, same result
+    generator = torch.Generator().manual_seed(parallel_state.get_data_parallel_rank())
+    for step in range(5):
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = schedule(
+            forward_step_func=None,  # DCP: the adapter has GPT's; see MegatronDcp(forward_step=...)
+            data_iterator=iter([item(generator) for _ in range(8)]),
+            model=[model],
+            num_microbatches=8,  # what the loader gives per rank; the plan decides what runs
+            seq_length=LONGEST,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        optimizer.step()
+        total = torch.stack([r["lm loss"] for r in reports]).sum(0)
+        dist.all_reduce(total)
+        if dist.get_rank() == 0:
+            plan = dcp.last_plan
+            print(f"step {step} loss {float(total[0] / total[1]):.4f} plan {plan.algorithm}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

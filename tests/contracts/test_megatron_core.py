@@ -1,0 +1,116 @@
+"""Real megatron-core on gloo ranks: planned training equals static training on the same samples.
+
+Two versions from the package index: 0.16.1 of the ordinary environment and 0.19.2 of a venv of its
+own. Static means Megatron as it is (its attention, its RoPE, one unpadded sample per microbatch);
+planned means plans that mix degrees, schemes, packs, holes and recomputation every step.
+
+Tolerances, relative, over 20 steps: fp32 loss 2e-6 and gradient norm 1e-4. bf16: activations have
+8 bits (unit roundoff 2^-9 = 2e-3). The loss is a mean of about 200 token losses with independent
+rounding, 2e-3 / sqrt(200) = 1.4e-4, and 20 steps of drift at most double it: 5e-4; the norm sums
+gradients that are each rounded once per microbatch, 4 to 6 of them: 1e-2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_dcp.testing.pool import WorkerPool
+
+pytestmark = pytest.mark.distributed
+
+FP32 = (2e-6, 1e-4)
+BF16 = (5e-4, 1e-2)
+EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.0}
+FOUR_LAYERS = {"num_layers": 4}
+
+# name -> (ranks, case, tolerances)
+CASES: dict[str, tuple[int, dict[str, Any], tuple[float, float]]] = {
+    "dp2": (2, {}, FP32),
+    "dp4": (4, {}, FP32),
+    "tp2-dp2": (4, {"tp": 2}, FP32),
+    "pp2-dp2": (4, {"pp": 2}, FP32),
+    "pp4": (4, {"pp": 4, "model": FOUR_LAYERS}, FP32),
+    "interleaved-pp2-dp2": (4, {"pp": 2, "vp": 2, "model": FOUR_LAYERS}, FP32),
+    "cp2-dp2": (4, {"cp": 2}, FP32),
+    "distributed-optimizer-overlap": (4, {"distributed": True}, FP32),
+    "moe-ep2": (2, {"ep": 2, "model": EXPERTS}, FP32),
+    "moe-ep2-dp4": (4, {"ep": 2, "model": EXPERTS}, FP32),
+    "recompute-full": (
+        2,
+        {
+            "model": {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        },
+        FP32,
+    ),
+    "recompute-selective": (2, {"model": {"recompute_granularity": "selective"}}, FP32),
+    "learned-positions": (2, {"positions": "learned_absolute"}, FP32),
+    "dcp-strategy": (2, {"strategy": "dcp"}, FP32),
+    "packed-strategy": (4, {"strategy": "packed:2"}, FP32),
+    "bf16": (2, {"bf16": True}, BF16),
+}
+OWN_CASES = (
+    "dp2", "dp4", "tp2-dp2", "pp2-dp2", "interleaved-pp2-dp2", "cp2-dp2",
+    "distributed-optimizer-overlap", "moe-ep2", "recompute-full", "bf16",
+)  # fmt: skip
+
+
+def _difference(static: list[float], planned: list[float]) -> float:
+    return max(abs(a - b) / abs(a) for a, b in zip(static, planned, strict=True))
+
+
+def _check(pool: WorkerPool, name: str, version: str) -> None:
+    ranks, case, (loss_tolerance, norm_tolerance) = CASES[name]
+    results = pool.run(ranks, "tests.contracts.megatron_cases:compare", **case)
+    for result in results:
+        static, planned = result["static"], result["planned"]
+        assert result["version"] == version
+        assert len(static["losses"]) == 20
+        assert _difference(static["losses"], planned["losses"]) <= loss_tolerance
+        assert _difference(static["norms"], planned["norms"]) <= norm_tolerance
+        assert planned["digests"] == results[0]["planned"]["digests"]
+    assert len(set(results[0]["planned"]["digests"])) == 20  # a new plan every step
+    if name in ("dp2", "dp4", "cp2-dp2"):
+        # The accumulation is ragged: some step has other microbatch counts on other ranks.
+        assert len({tuple(r["planned"]["microbatches"]) for r in results}) > 1 or ranks == 2
+        assert any(d > 1 for r in results for d in r["planned"]["all_degrees"])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_planned_equals_static(megatron_pool: WorkerPool, name: str) -> None:
+    _check(megatron_pool, name, "0.16.1")
+
+
+@pytest.mark.parametrize("name", OWN_CASES)
+def test_planned_equals_static_on_the_newer_core(own_megatron_pool: WorkerPool, name: str) -> None:
+    _check(own_megatron_pool, name, "0.19.2")
+
+
+@pytest.mark.parametrize(
+    ("case", "text"),
+    [
+        ({"model": {"hidden_dropout": 0.1}}, "hidden_dropout is 0.1"),
+        ({"model": {"calculate_per_token_loss": False}}, "calculate_per_token_loss"),
+        ({"model": {**EXPERTS, "moe_aux_loss_coeff": 0.1}}, "moe_router_load_balancing_type"),
+        ({"model": {**EXPERTS, "moe_expert_capacity_factor": 1.0}}, "capacity_factor"),
+        ({"strategy": "static", "memory_gb": 1e-6}, "bytes"),
+        ({"pp": 2, "strategy": "static", "memory_gb": 1e-6}, "bytes"),
+        ({"strategy": "nonesuch"}, "unknown strategy 'nonesuch'"),
+        ({"fault": "fraction"}, "fractional loss weights"),
+        ({"fault": "end"}, "iterator ended before"),
+        ({"fault": "lengths"}, "items without lengths"),
+    ],
+)
+def test_refused_on_every_rank_before_the_first_step(
+    megatron_pool: WorkerPool, case: dict[str, Any], text: str
+) -> None:
+    results = megatron_pool.run(2, "tests.contracts.megatron_cases:refused", **case)
+    for result in results:
+        assert text in result["error"]
+        assert result["kind"] in ("AdapterError", "PlanError", "ConfigError")
+        assert result["steps"] == 0

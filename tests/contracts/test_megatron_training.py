@@ -1,0 +1,174 @@
+"""`megatron.training.pretrain` of the 0.19.2 wheel, driven by examples/megatron_gpt/pretrain.py.
+
+Each case trains the same script twice in the same workers: as it is (padded rows, Megatron's own
+attention) and through `mdcp launch` with --mdcp. Losses are those that Megatron logs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dcp.testing.pool import WorkerPool, free_port
+from tests.contracts.megatron_env import ROOT, own_python
+
+pytestmark = pytest.mark.distributed
+
+EXAMPLE = ROOT / "examples" / "megatron_gpt"
+STEPS = 20
+MIX = ["--mdcp", "--mdcp-strategy", "test-mix"]
+OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
+EXPERTS = ["--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2",
+           "--moe-aux-loss-coeff", "0", "--moe-token-dispatcher-type", "alltoall"]  # fmt: skip
+
+
+def arguments(*more: str, **changed: str) -> list[str]:
+    """The example's flags, smaller, with some values changed."""
+    found = (EXAMPLE / "tiny.args").read_text().split()
+    values = {"seq_length": "64", "max_position_embeddings": "64", "global_batch_size": "8",
+              "hidden_size": "32", "train_iters": str(STEPS), **changed}  # fmt: skip
+    for name, value in values.items():
+        found[found.index("--" + name.replace("_", "-")) + 1] = value
+    return [*found, *more]
+
+
+def run(pool: WorkerPool, ranks: int, argv: list[str]) -> list[dict[str, Any]]:
+    return pool.run(
+        ranks,
+        "tests.contracts.megatron_training_cases:run",
+        script=str(EXAMPLE / "pretrain.py"),
+        argv=argv,
+    )
+
+
+def relative(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) / abs(x) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags"),
+    [
+        pytest.param(2, [], id="dp2"),
+        pytest.param(2, OVERLAP, id="distributed-optimizer-overlap"),
+        pytest.param(4, ["--pipeline-model-parallel-size", "2"], id="pp2-dp2"),
+        pytest.param(
+            4, ["--tensor-model-parallel-size", "2"], id="tp2-dp2", marks=pytest.mark.nightly
+        ),
+        pytest.param(2, EXPERTS, id="moe-ep2", marks=pytest.mark.nightly),
+        pytest.param(
+            2,
+            ["--recompute-granularity", "full", "--recompute-method", "uniform",
+             "--recompute-num-layers", "1"],
+            id="recompute-full",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)  # fmt: skip
+def test_pretrain_planned_equals_static(
+    own_megatron_pool: WorkerPool, ranks: int, flags: list[str]
+) -> None:
+    evaluation = ["--eval-iters", "2"] if not flags else []
+    argv = arguments(*flags, *evaluation)
+    static = run(own_megatron_pool, ranks, argv)[-1]
+    planned = run(own_megatron_pool, ranks, [*argv, *MIX])[-1]
+    assert len(static["losses"]) == len(planned["losses"]) == STEPS
+    assert relative(static["losses"], planned["losses"]) <= 2e-6
+    assert relative(static["norms"], planned["norms"]) <= 1e-4
+    assert len(set(planned["digests"])) == STEPS
+    assert static["digests"] == []
+    assert relative(static["evaluations"] or [1.0], planned["evaluations"] or [1.0]) <= 2e-6
+
+
+def test_resume_gives_the_same_plans_and_losses(
+    own_megatron_pool: WorkerPool, tmp_path: Path
+) -> None:
+    folder = ["--save", str(tmp_path), "--ckpt-format", "torch_dist", "--save-interval", "3"]
+    whole = run(own_megatron_pool, 2, arguments(*MIX, train_iters="6"))
+    run(own_megatron_pool, 2, arguments(*MIX, *folder, train_iters="3"))
+    rest = run(
+        own_megatron_pool, 2, arguments(*MIX, *folder, "--load", str(tmp_path), train_iters="6")
+    )
+    for before, after in zip(whole, rest, strict=True):
+        assert before["digests"][3:] == after["digests"]
+        assert relative(before["losses"][3:], after["losses"]) <= 2e-6
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        (["--hidden-dropout", "0.1"], "--hidden-dropout 0.1"),
+        (["--mdcp-strategy", "nonesuch"], "unknown strategy 'nonesuch'"),
+        (["--mdcp-memory-gb", "0.000001"], "bytes"),
+        (["--mtp-num-layers", "1"], "--mtp-num-layers"),
+    ],
+)
+def test_wrong_flags_are_refused_on_every_rank(
+    own_megatron_pool: WorkerPool, flags: list[str], text: str
+) -> None:
+    for result in run(own_megatron_pool, 2, arguments("--mdcp", *flags, train_iters="1")):
+        assert text in result["error"]
+        assert result["losses"] == []
+
+
+def launch(python: str, script: Path, argv: list[str], ranks: int) -> list[tuple[int, str]]:
+    """Exit status and output of each rank of a real `mdcp launch`."""
+    port, processes = str(free_port()), []
+    for rank in range(ranks):
+        env = {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+        }  # fmt: skip
+        command = [python, "-m", "megatron_dcp", "launch", "--allow-cpu", str(script), *argv]
+        processes.append(
+            subprocess.Popen(
+                command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            )
+        )
+    out = []
+    try:
+        for process in processes:
+            text, _ = process.communicate(timeout=250)
+            out.append((process.returncode, text))
+    finally:
+        for process in processes:
+            process.kill()
+    return out
+
+
+def test_both_planners_together_are_refused_with_both_names() -> None:
+    argv = arguments("--mdcp", "--hybrid-context-parallel")
+    for status, text in launch(own_python(), EXAMPLE / "pretrain.py", argv, 2):
+        assert status == 1
+        assert "--mdcp and --hybrid-context-parallel are both on" in text
+
+
+def test_launch_says_what_it_looked_for_without_megatron_training() -> None:
+    # The ordinary environment has 0.16.1, whose wheel holds megatron.core only.
+    (status, text), *_ = launch(sys.executable, EXAMPLE / "pretrain.py", arguments("--mdcp"), 1)
+    assert status == 1
+    assert "looked for megatron.training.arguments:add_megatron_arguments" in text
+
+
+@pytest.mark.skipif(
+    "MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR names no Megatron-LM checkout"
+)
+def test_unmodified_pretrain_gpt_of_a_checkout() -> None:
+    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    argv = arguments(
+        "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "95",
+        "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss",
+    )  # fmt: skip
+    found = []
+    for more in ([], ["--mdcp"]):
+        ends = launch(own_python(), script, [*argv, *more], 2)
+        assert [status for status, _ in ends] == [0, 0]
+        lines = [x for x in ends[-1][1].splitlines() if " iteration " in x and "lm loss:" in x]
+        found.append([float(x.split("lm loss:")[1].split()[0]) for x in lines])
+    assert len(found[0]) == STEPS
+    assert relative(*found) <= 2e-6
