@@ -1,21 +1,23 @@
 """Compiles the CUDA kernels: with nvcc for GPUs, with g++ for the SIMT shim that tests run.
 
 Imported by setup.py and by tests; standard library only. Objects are kept in a cache folder
-(`MDCP_BUILD_CACHE`, default `~/.cache/megatron-dcp/build`) under a hash of the compiler, its flags
-and every local file that the source includes, so that nothing unchanged is compiled twice. Beside
-each nvcc object lies ptxas' report.
+(`MDCP_BUILD_CACHE`, by default `~/.cache/megatron-dcp/build`) under a hash of the compiler, its
+flags and every local file that the source includes, so that nothing unchanged is compiled twice.
+Beside each nvcc object lies ptxas' report.
 
 `python csrc/build_cuda.py` compiles all kernels and prints registers and spills of each.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ EMULATE = KERNELS / "emulate"
 DEFAULT_ARCHITECTURES = ("80", "90a")
 #: ptxas works on one kernel at a time; nvcc peaks below this for every file here.
 BYTES_PER_JOB = 1 << 30
+DAYS_KEPT = 30
 
 NVCC_FLAGS = ("-std=c++17", "-O3", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v")
 HOST_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
@@ -63,11 +66,21 @@ class CudaBuild:
 
 
 def cache_folder() -> Path:
-    chosen = os.environ.get("MDCP_BUILD_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    folder = Path(chosen) if chosen else Path(base).expanduser() / "megatron-dcp" / "build"
+    """MDCP_BUILD_CACHE, else `build` in MDCP_CACHE, else in the user's cache folder."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "megatron-dcp"
+    shared = Path(os.environ.get("MDCP_CACHE") or base)
+    folder = Path(os.environ.get("MDCP_BUILD_CACHE") or shared / "build")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def forget_old_objects() -> None:
+    """Deletes what no build has used for DAYS_KEPT days."""
+    oldest = time.time() - DAYS_KEPT * 86400
+    for path in cache_folder().iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another build was faster
+            if path.stat().st_mtime < oldest:
+                path.unlink()
 
 
 def jobs() -> int:
@@ -177,12 +190,15 @@ def compile_object(source: Path, flags: Sequence[str], compiler: str, version: s
         log = _run(command, source.name)
         target.with_suffix(".log").write_text(log)
         partial.rename(target)
+    for path in (target, target.with_suffix(".log")):
+        path.touch()  # in use
     return target
 
 
 def compile_all(work: Iterable[tuple[Path, Sequence[str], str]]) -> list[Path]:
     """Compiles (source, flags, compiler) each, `jobs()` at a time; results in the same order."""
     items = list(work)
+    forget_old_objects()
     versions = {compiler: _version(compiler) for _, _, compiler in items}
     with ThreadPoolExecutor(jobs()) as pool:
         return list(pool.map(lambda item: compile_object(*item, version=versions[item[2]]), items))
@@ -276,6 +292,7 @@ def build_emulated(sanitizer: str | None = None, extra: Sequence[Path] = ()) -> 
         link = [flag for flag in SANITIZERS[sanitizer] if flag.startswith("-fsanitize")]
         _run([compiler, "-shared", *link, *map(str, objects), "-o", str(partial)], "link")
         partial.rename(target)
+    target.touch()  # in use
     return target
 
 
@@ -311,6 +328,7 @@ def build_emulated_ops() -> Path:
             "link",
         )  # fmt: skip
         partial.rename(target)
+    target.touch()  # in use
     return target
 
 

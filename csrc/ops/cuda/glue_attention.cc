@@ -137,6 +137,12 @@ struct CachedPlan {
   PlanOnDevice value;
 };
 
+// A launch resets the counter of its plan and then runs: two host threads must not interleave these.
+std::mutex& launch_mutex() {
+  static std::mutex mutex;
+  return mutex;
+}
+
 PlanOnDevice plan_for(const Call& call, const Inputs& in, const std::vector<int64_t>& segments,
                       int pass) {
   constexpr size_t kKept = 32;
@@ -212,6 +218,7 @@ void run_forward(const Call& call, const Inputs& in, const std::vector<int64_t>&
                                   plan.plan,
                                   plan.blob.data_ptr(),
                                   merge};
+  const std::lock_guard<std::mutex> lock(launch_mutex());
   call.check(mdcp_cuda_attention_forward(&args, call.stream()), in.shapes);
 }
 
@@ -270,6 +277,7 @@ void run_backward(const Call& call, const Inputs& in, const std::vector<int64_t>
                                    q_plan.blob.data_ptr(),
                                    kv_plan.blob.data_ptr(),
                                    accumulate};
+  const std::lock_guard<std::mutex> lock(launch_mutex());
   call.check(mdcp_cuda_attention_backward(&args, call.stream()), in.shapes);
 }
 

@@ -1,9 +1,10 @@
 """Runs in a process of its own, under a sanitizer: `sanitized.py LIBRARY MODE [SITE ...]`.
 
-MODE `attention`: small cases of every attention kernel, checked against float64; a sanitizer ends
-or marks the process where a kernel errs. MODE `fault:NAME`: one kernel of faults.cu. MODE
-`races`: for "" and each SITE, the cases with that synchronisation left out; prints `SITE|bytes`
-with how much the race detector wrote to its log (the file named by MDCP_RACE_LOG).
+MODE `attention`: small cases of every attention kernel, checked against float64; `memory`: a case
+of every memory-bound kernel; a sanitizer ends the process where one errs. MODE `fault:NAME`:
+one kernel of faults.cu. MODE `races`: for "" and each SITE, small cases with that synchronisation
+left out; prints `SITE|bytes` with how much the race detector wrote to its log (the file named by
+MDCP_RACE_LOG).
 """
 
 import contextlib
@@ -46,6 +47,25 @@ def run(shim: Shim, dtype, dim, heads, scalar, segments=SEGMENTS) -> float:
     return max(np.nan_to_num(errors, nan=np.inf))
 
 
+def run_memory_ops(shim: Shim) -> None:
+    """The shim's own tests of the memory-bound kernels, a case of each."""
+    import test_shim_memory_ops as cases
+
+    for schedule in ("leader", "random"):
+        shim.configure(schedule, seed=1)
+        cases.test_zigzag_deals_every_token_once(shim, 3, schedule)
+        cases.test_zigzag_of_more_samples_than_threads(shim)
+        cases.test_padding_rows_become_zero(shim, 520)
+        for row_bytes in (1, 6, 48, 528):
+            cases.test_gather_rows(shim, row_bytes)
+        for dtype in ("bf16", "fp64"):
+            cases.test_scatter_rows_adds_in_order(shim, dtype)
+            cases.test_ulysses_buffers(shim, 8, 2, 4, dtype, 12)
+            cases.test_merge_and_its_gradient(shim, dtype)
+            cases.test_rope_from_positions(shim, dtype, 0, 40, 12)
+            cases.test_cross_entropy_and_its_gradient(shim, dtype, 3001)
+
+
 def log_bytes() -> int:
     log = Path(os.environ["MDCP_RACE_LOG"])
     return sum(path.stat().st_size for path in log.parent.glob(log.name + "*"))
@@ -62,6 +82,8 @@ def main() -> None:
                 shim.configure(schedule, "random", seed=1)
                 worst = run(shim, *case)
                 assert worst < 3e-2, (case, worst)
+    elif mode == "memory":
+        run_memory_ops(shim)
     elif mode == "races":
         for site in ("", *sys.argv[3:]):
             before = log_bytes()

@@ -2,6 +2,7 @@
 
 import ctypes
 import subprocess
+import sys
 
 import pytest
 from shim_driver import load_build_module
@@ -76,6 +77,41 @@ def test_the_library_loads_and_a_launch_without_a_gpu_returns_35(tmp_path):
         check=True,
     )  # fmt: skip
     assert ctypes.CDLL(str(library)).probe() == 35
+
+
+CHECK_REGISTRATION = """
+import sys, torch
+from megatron_dcp import ops
+torch.ops.load_library(sys.argv[1])
+for op in ("varlen_attention", "segment_attention_backward", "ulysses_pack", "cross_entropy"):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key("megatron_dcp::" + op, "CUDA"), op
+print("registered")
+"""
+
+
+@needs_nvcc
+def test_the_glue_registers_with_a_torch_that_has_no_gpu(tmp_path):
+    """The kernels behind their torch glue load, and are registered, on any torch."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    cuda = build_cuda.build_cuda(NVCC)
+    flags = [*build_cuda.HOST_FLAGS, "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+    flags.append(f'-DMDCP_CUDA_BUILT_FOR="{", ".join(cuda.architectures)}"')
+    for folder in include_paths():
+        flags += ["-isystem", folder]
+    sources = [*build_cuda.glue_sources(), build_cuda.CSRC / "ops/cpu/segments.cc"]
+    objects = build_cuda.compile_all([(path, flags, "g++") for path in sources])
+    library = tmp_path / "libcuda_ops.so"
+    link = [part for folder in library_paths() for part in (f"-L{folder}", f"-Wl,-rpath,{folder}")]
+    subprocess.run(
+        ["g++", "-shared", "-Wl,--no-undefined", *map(str, objects), *cuda.objects,
+         *cuda.link_args, *link, "-ltorch", "-ltorch_cpu", "-lc10", "-o", str(library)],
+        check=True,
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK_REGISTRATION, str(library)], capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "registered", done.stderr[-2000:]
 
 
 @needs_nvcc

@@ -31,8 +31,9 @@ def run(sanitizer: str, *arguments: str, **environment: str) -> subprocess.Compl
     )  # fmt: skip
 
 
-def test_attention_touches_no_foreign_memory():
-    done = run("address", "attention")
+@pytest.mark.parametrize("mode", ["attention", "memory"])
+def test_no_kernel_touches_foreign_memory(mode):
+    done = run("address", mode)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "finished" in done.stdout
 
