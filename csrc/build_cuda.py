@@ -335,7 +335,7 @@ def build_emulated_ops() -> Path:
 def readable(kernel: str) -> str:
     """Names of a mangled kernel without the compiler's noise."""
     short = re.sub(r"_GLOBAL__N__\w+?_cu_[0-9a-f]{8}", "", kernel)
-    names = re.findall(r"(?<=\d)(attention\w+?kernel|\w+?_kernel)", short)
+    names = re.findall(r"(?<=\d)([a-z_]+_kernel)", short)
     numbers = re.findall(r"Li(\d+)E", short)
     kinds = [kind for kind in ("bfloat16", "half") if kind in short]
     return " ".join([*(names[:1] or [short]), *kinds, "x".join(numbers)]).strip()
