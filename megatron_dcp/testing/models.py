@@ -84,3 +84,11 @@ def weighted_loss_sum(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor
 def dense_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The reference's attention: one sample, dense, causal."""
     return dense_attention(q, k, v, visible(q.shape[0]))
+
+
+def narrow_gpt() -> nn.Module:
+    """The reference GPT with 2 layers of width 32: fast to profile."""
+    from megatron_dcp.cli.train.model import Gpt, GptConfig
+
+    torch.manual_seed(0)
+    return Gpt(GptConfig(hidden=32, layers=2, heads=4, kv_heads=2, ffn=64))

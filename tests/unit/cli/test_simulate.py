@@ -1,6 +1,8 @@
 """`mdcp simulate` from the command line: shapes of the output, exit codes, report, sweeps."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -95,3 +97,15 @@ def test_bad_usage_exits_2_with_the_reason(args, words, capsys):
     captured = capsys.readouterr()
     assert words in captured.err
     assert captured.out == ""
+
+
+def test_simulating_and_reporting_import_no_torch(tmp_path):
+    code = (
+        "import sys\n"
+        "from megatron_dcp.cli.main import main\n"
+        f"assert main({[*FAST, *VIDEO, '--strategies', 'dcp', '--out', str(tmp_path)]!r}) == 0\n"
+        "import megatron_dcp.cli.report, megatron_dcp.observe.report, megatron_dcp.observe.sinks\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
