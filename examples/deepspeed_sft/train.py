@@ -64,14 +64,14 @@ def main() -> None:
         training_data=Dialogues(args.data, args.samples, args.max_length),
         config=args.config,
     )
-    for step in loader:
+    for index, step in enumerate(loader):
         for mb in step:
             logits = engine.model(**mb.inputs, use_cache=False).logits
             loss = F.cross_entropy(logits[0].float(), mb.labels[0], reduction="sum")
             mb.backward(loss)
         loss = step.finish()
-        if engine.world.rank == 0:
-            print(f"step {step.index}  loss {loss:.4f}  {step.tokens} tokens", flush=True)
+        if torch.distributed.get_rank() == 0:
+            print(f"step {index}  loss {float(loss):.4f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -88,7 +88,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--batch", type=int, default=12, help="samples per step, over all ranks")
     parser.add_argument("--max-length", type=int, default=1024)
-    parser.add_argument("--cost", default="auto", help="auto, preset or `mdcp profile` file")
     args = parser.parse_args()
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
@@ -97,21 +96,17 @@ def main() -> None:
     if dist.is_initialized():
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine = mdcp.initialize(model, optimizer, cost=args.cost, max_grad_norm=1.0)  # mdcp
+    engine = mdcp.initialize(model, optimizer, max_grad_norm=1.0)  # mdcp
     data = Files(200, args.max_length)
     loader = engine.dataloader(data, global_batch_size=args.batch, steps=args.steps)  # mdcp
-    for step in loader:  # mdcp
+    for index, step in enumerate(loader):  # mdcp
         for mb in step:  # mdcp
-            logits = model(**mb.inputs)
-            loss = F.cross_entropy(logits, mb.labels, ignore_index=-100, reduction="sum")
+            logits = model(**mb.inputs)  # mdcp
+            loss = F.cross_entropy(logits, mb.labels, ignore_index=-100, reduction="sum")  # mdcp
             mb.backward(loss)  # mdcp
         loss = step.finish()  # mdcp
-        if engine.world.rank == 0:
-            degrees = sorted({p.degree for p in step.plan.placements}, reverse=True)
-            print(
-                f"step {step.index:3d}  loss {loss:.4f}  {step.tokens} tokens  degrees {degrees}",
-                flush=True,
-            )
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"step {index:3d}  loss {float(loss):.4f}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

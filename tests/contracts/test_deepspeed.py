@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from megatron_dcp.testing.pool import WorkerPool
@@ -45,3 +47,29 @@ def test_rank_without_placements(pool2: WorkerPool, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["zero0", "zero1", "zero2", "zero3"])
 def test_clipping_is_deepspeeds_own(pool2: WorkerPool, kind: str) -> None:
     check(pool2.run(2, CASE, kind=kind, seed=7, max_grad_norm=0.3), kind)
+
+
+CONFIG = "megatron_dcp.testing.cases.backends:config_case"
+
+
+@pytest.mark.parametrize(
+    ("stage", "coalesce"), [(1, False), (2, False), (2, True), (3, False)], ids=str
+)
+def test_config_file_and_exact_resume(
+    pool2: WorkerPool, tmp_path: Path, stage: int, coalesce: bool
+) -> None:
+    """A stock config with the section; DeepSpeed's own checkpoint; the same losses after it."""
+    results = pool2.run(2, CONFIG, stage=stage, directory=str(tmp_path), coalesce=coalesce)
+    for r in results:
+        assert r["resumed"] == r["whole"]
+        assert r["error"] == 0.0
+        assert r["backend"] == ("zero2-coalesced" if coalesce else f"zero{stage}")
+        assert r["clipping"] == 1.0
+        assert len(set(r["whole"])) == 4
+
+
+def test_bf16_follows_fp32(pool2: WorkerPool, tmp_path: Path) -> None:
+    """bf16 weights keep 8 bits: losses agree to a few of their last digits (2**-8 each)."""
+    exact = pool2.run(2, CONFIG, stage=1, directory=str(tmp_path))[0]["whole"]
+    half = pool2.run(2, CONFIG, stage=1, directory=str(tmp_path), bf16=True)[0]["whole"]
+    assert half == pytest.approx(exact, rel=4 * 2**-8)

@@ -178,3 +178,64 @@ def whole_parameters(engine: Engine) -> dict[str, Tensor]:
         n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for n, p in module.named_parameters()
     }
+
+
+def config_case(*, stage: int, directory: str, coalesce: bool = False, bf16: bool = False) -> Any:
+    """The DeepSpeed adapter from a config file: a whole run, and one saved, reloaded and resumed.
+
+    Returns losses of both, and the largest parameter difference at their ends.
+    """
+    import json
+    from pathlib import Path
+
+    from megatron_dcp.adapters.deepspeed import initialize, load_checkpoint, save_checkpoint
+
+    deepspeed_world()
+    data = Samples(random_lengths(4, 24), 4)
+    path = Path(directory) / f"ds_config-{dist.get_rank()}.json"
+    section = {"lengths": "lengths", "seed": 4, "coalesce": coalesce, "batch_dim": False}
+    config = {
+        "train_batch_size": 6,
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+        "bf16": {"enabled": bf16},
+        "megatron_dcp": section,
+    }
+    path.write_text(json.dumps(config))
+
+    def start() -> tuple[Engine, Any]:
+        model = TinyModel(seed=4, dtype=torch.bfloat16 if bf16 else torch.float32)
+        made: tuple[Engine, Any] = initialize(
+            model=model, model_parameters=model.parameters(), training_data=data, config=path,
+            world=cached_world(), cost=tiny_profile(), plan_fn=random_plans(4, False),
+        )  # fmt: skip
+        return made
+
+    def run(engine: Engine, loader: Any, steps: int) -> list[float]:
+        losses = []
+        for step in loader:
+            losses.append(run_step(engine, step))
+            if len(losses) == steps:
+                break
+        return losses
+
+    engine, loader = start()
+    whole = run(engine, loader, 4)
+    end = whole_parameters(engine)
+    first, first_loader = start()
+    losses = run(first, first_loader, 2)
+    first_loader.position = 2
+    save_checkpoint(first, first_loader, directory, "two")
+    second, second_loader = start()
+    load_checkpoint(second, second_loader, directory, "two")
+    losses += run(second, second_loader, 2)
+    found = whole_parameters(second)
+    return {
+        "whole": whole,
+        "resumed": losses,
+        "error": max(float((found[n] - p).abs().max()) for n, p in end.items()),
+        "backend": engine.backend.name,
+        "clipping": engine.model.gradient_clipping(),
+        "rate": [float(x) for x in engine.model.get_lr()],
+    }
