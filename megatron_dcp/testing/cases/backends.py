@@ -231,11 +231,12 @@ def config_case(*, stage: int, directory: str, coalesce: bool = False, bf16: boo
     load_checkpoint(second, second_loader, directory, "two")
     losses += run(second, second_loader, 2)
     found = whole_parameters(second)
+    zero: Any = engine.model
     return {
         "whole": whole,
         "resumed": losses,
         "error": max(float((found[n] - p).abs().max()) for n, p in end.items()),
         "backend": engine.backend.name,
-        "clipping": engine.model.gradient_clipping(),
-        "rate": [float(x) for x in engine.model.get_lr()],
+        "clipping": zero.gradient_clipping(),
+        "rate": [float(x) for x in zero.get_lr()],
     }
