@@ -64,9 +64,9 @@ class RefitWatch:
         world = self.engine.world
         times = torch.zeros(len(index), dtype=torch.float64, device=world.device)
         for e in self.engine.events:
-            key = (e.get("slot"), e.get("first_rank"))
             if e["kind"] == "placement" and e["step"] == step.index and e["tokens"] > 0:
-                times[index[key]] = max(float(times[index[key]]), e["end_us"] - e["start_us"])
+                i = index[e["slot"], e["first_rank"]]
+                times[i] = max(float(times[i]), e["end_us"] - e["start_us"])
         if world.size > 1:
             dist.all_reduce(times, dist.ReduceOp.MAX, group=world.group)
         return {i: t for i, t in enumerate(times.tolist()) if t > 0}
