@@ -10,7 +10,7 @@ namespace mdcp {
 
 namespace {
 
-constexpr i64 kEffort = 24000;     // samples + ranks over all layouts of one tuning
+constexpr i64 kEffort = 18000;     // samples + ranks over all layouts of one tuning
 constexpr int kSmallBatch = 2048;  // samples up to which every layout is searched locally
 constexpr int kMostNarrowed = 64;  // narrow() scans all ranks
 constexpr i64 kFineShare = 1000;   // a layout this near its mean load is done
@@ -358,10 +358,13 @@ Plan Search::plan(const Bound& bound) const {
   const int rounds = int(std::clamp<i64>(kEffort / size, 3, 12));
   for (const int theta : {1000, 500, 340}) {
     for (const bool fill : {true, false}) {
-      if ((theta < 1000 || !fill) && (best.end <= goal || size > kEffort / 12)) continue;
-      for (const Family family : {Family::powers, Family::free})
-        tune({bound.area + bound.area / 500, theta, family, fill}, bound.area, rounds, &best,
-             &chosen);
+      const bool more = theta < 1000 || !fill;
+      if (more && (best.end <= goal || q_.samples.size() > size_t(kSmallBatch))) continue;
+      for (const Family family : {Family::powers, Family::free}) {
+        if (best.end <= bound.area + bound.area / 400) break;
+        const Candidate c{bound.area + bound.area / 500, theta, family, fill};
+        tune(c, bound.area, rounds, &best, &chosen);
+      }
     }
   }
   improve(&best);

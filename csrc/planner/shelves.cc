@@ -246,16 +246,20 @@ bool Shelves::close(const std::vector<int>& samples, i64 ceiling, Shelf* out) co
     }
     longest = std::max(longest, least);
   }
-  const i64 start = std::max(longest, i64(total / ranks_));
+  const Profile& p = table_.cost().profile();
   bool found = false;
   int misses = 0;
   for (int r : levels_) {
     if (tokens > table_.cap(1, 0, r) * ranks_) continue;  // no shelf holds so many
     if (misses >= 2) break;
+    // Every placement of the shelf pays for exactly this recompute.
+    const double share = double(r) / table_.cost().layers();
+    const double again = 1.0 + std::min(p.again_linear, p.again_attention) * share;
+    const i64 start = std::max(longest, i64(total * again / ranks_ + table_.cost().overhead()));
     i64 low = start - 1, high = start;  // low is too low
     Shelf best;
     bool fits = false;
-    for (i64 step = std::max<i64>(1, start / 32);; step *= 2) {
+    for (i64 step = std::max<i64>(1, start / 64);; step *= 2) {
       if (high >= ceiling || high > 64 * start) break;
       Shelf s = fill(samples, high, r);
       if (s.left.empty()) {
@@ -291,8 +295,12 @@ bool Shelves::close(const std::vector<int>& samples, i64 ceiling, Shelf* out) co
 // The shelf of most area per height, among the heights that the longest sample suggests.
 bool Shelves::best_shelf(const std::vector<int>& samples, Shelf* out) const {
   int most = samples[0];
-  for (int j : samples)
+  double total = 0.0;
+  const double overhead = table_.cost().overhead();
+  for (int j : samples) {
+    total += table_.area(j);
     if (table_.area(j) > table_.area(most)) most = j;
+  }
   const Pack& longest = table_.request().samples[most];
   double best = -1.0;
   i64 lowest = -1;
@@ -307,6 +315,8 @@ bool Shelves::best_shelf(const std::vector<int>& samples, Shelf* out) const {
       int mode, used;
       const i64 height = table_.best_mode(longest, d, r, &mode, &used);
       if (height < 0 || height > 12 * lowest) continue;
+      const double most_area = std::min(total, (double(height) - overhead) * ranks_);
+      if (most_area <= best * double(height)) continue;
       Shelf s = fill(samples, height, r);
       if (s.height == 0) continue;
       const double rate = s.area / double(s.height);

@@ -23,8 +23,7 @@ Table::Table(const Request& request) : request_(request), cost_(request) {
   for (int d : degrees_) {
     power_.push_back(d <= m ? is_power(d) || d == m : is_power(d / m) || d == n);
     modes_.push_back(cost_.modes(d));
-    cap_none_.emplace_back(modes_.back().size(), kUnset);
-    cap_all_.emplace_back(modes_.back().size(), kUnset);
+    caps_.emplace_back();
   }
   const i64 probe = i64(1) << 20;
   suffix_.assign(degrees_.size(), 0.0);
@@ -75,11 +74,11 @@ double Table::work(i64 tokens, double attention, double wire, int r) const {
 }
 
 i64 Table::cap(int degree, int mode, int recompute) const {
-  const int i = index(degree), layers = cost_.layers();
-  i64* memo = recompute == 0        ? &cap_none_[i][mode]
-              : recompute == layers ? &cap_all_[i][mode]
-                                    : nullptr;
-  if (memo && *memo != kUnset) return *memo;
+  const int i = index(degree), levels = cost_.layers() + 1;
+  std::vector<i64>& memo = caps_[i];
+  if (memo.empty()) memo.assign(modes_[i].size() * size_t(levels), kUnset);
+  i64& known = memo[size_t(mode * levels + recompute)];
+  if (known != kUnset) return known;
   // Largest token count with bytes <= budget; bytes never fall as tokens grow.
   const Mode how = modes_[i][mode];
   i64 low = 0, high = i64(1) << 40;
@@ -91,7 +90,7 @@ i64 Table::cap(int degree, int mode, int recompute) const {
     else
       high = mid;
   }
-  if (memo) *memo = low;
+  known = low;
   return low;
 }
 

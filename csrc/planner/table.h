@@ -79,7 +79,8 @@ class Table {
   std::vector<double> memory_share_;        // bytes per token / net budget, per recompute
   double least_per_token_ = 0.0, net_ = 0.0, bound_overhead_ = 0.0;
   bool monotone_ = true;  // more recompute never amortises better
-  mutable std::vector<std::vector<i64>> cap_none_, cap_all_;
+  // Most tokens per degree, then (mode, recompute); empty until a degree is asked for.
+  mutable std::vector<std::vector<i64>> caps_;
 };
 
 }  // namespace mdcp

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from megatron_dcp.plan.types import NOMINAL_SPEED
 from megatron_dcp.planner.oracle_table import LOCAL, Option, Table, rounded
 
-EFFORT = 24000
+EFFORT = 18000
 SMALL_BATCH = 2048
 MOST_NARROWED = 64
 FINE_SHARE = 1000
@@ -390,6 +390,8 @@ class Search:
                 if more and (best.end <= goal or len(self.order) > SMALL_BATCH):
                     continue
                 for free in (False, True):
+                    if best.end <= area + area // 400:
+                        break
                     c = Candidate(area + area // 500, theta, free, fill)
                     best, chosen = self.tune(c, area, rounds, best, chosen)
         self.improve(best)

@@ -230,7 +230,7 @@ class Shelves:
             total += table.area[j]
             times = [table.best_mode(s, d, -1)[0] for d in self.degrees]
             longest = max(longest, min((t for t in times if t >= 0), default=-1))
-        start = max(longest, int(total / self.ranks))
+        f = table.request.profile.recompute_fraction
         found: Shelf | None = None
         misses = 0
         for r in self.levels:
@@ -238,6 +238,8 @@ class Shelves:
                 continue
             if misses >= 2:
                 break
+            again = 1.0 + min(f.linear, f.attention) * (float(r) / table.layers)
+            start = max(longest, int(total * again / self.ranks + table.overhead))
             best = self._bisect(samples, start, ceiling, r)
             if best is not None and best.height < ceiling:
                 ceiling, found, misses = best.height, best, 0
@@ -246,7 +248,7 @@ class Shelves:
         return found
 
     def _bisect(self, samples: list[int], start: int, ceiling: int, r: int) -> Shelf | None:
-        low, high, step = start - 1, start, max(1, start // 32)
+        low, high, step = start - 1, start, max(1, start // 64)
         best: Shelf | None = None
         while high < ceiling and high <= 64 * start:
             s = self.fill(samples, high, r)
@@ -268,8 +270,9 @@ class Shelves:
     def best_shelf(self, samples: list[int]) -> Shelf | None:
         """The shelf of most area per height, among heights that the longest sample suggests."""
         table = self.table
-        most = samples[0]
+        most, total = samples[0], 0.0
         for j in samples:
+            total += table.area[j]
             if table.area[j] > table.area[most]:
                 most = j
         longest = table.samples[most]
@@ -281,6 +284,9 @@ class Shelves:
             for r in (self.levels[0], self.levels[len(self.levels) // 2], self.levels[-1]):
                 height = table.best_mode(longest, d, r)[0]
                 if height < 0 or height > 12 * lowest:
+                    continue
+                most_area = min(total, (float(height) - table.overhead) * self.ranks)
+                if most_area <= best * float(height):
                     continue
                 s = self.fill(samples, height, r)
                 if s.height == 0:
