@@ -42,3 +42,7 @@ class AgreementError(MdcpError):
 
 class NonFiniteLossError(MdcpError):
     """The loss of a step is NaN or infinite; names the samples. The optimizer was not stepped."""
+
+
+class TransferError(MdcpError, RuntimeError):
+    """A message between ranks failed or timed out; names what it was for and the peers."""

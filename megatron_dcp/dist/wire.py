@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcp.dist.pacing import LinkPacer
+from megatron_dcp.errors import TransferError
 
 CommListener = Callable[[str, int, int], None]
 
@@ -32,21 +34,50 @@ def as_bytes(x: Tensor) -> Tensor:
 
 
 class Pending:
-    """Messages under way; `wait` returns when all have arrived and the link has sent ours."""
+    """Messages under way; `wait` returns when all have arrived and the link has sent ours.
+
+    peers: for each work the data ranks at its other end, for the message of a failure.
+    """
 
     def __init__(
-        self, wire: Wire, kind: str, works: Sequence[Any], deadline: float | None, keep: Any
+        self,
+        wire: Wire,
+        kind: str,
+        works: Sequence[Any],
+        peers: Sequence[Sequence[int]],
+        deadline: float | None,
+        keep: Any,
     ) -> None:
         self._wire, self._kind, self._works, self._deadline = wire, kind, works, deadline
+        self._peers = peers
         self._keep = keep  # buffers must outlive the transfer
 
     def wait(self) -> None:
         begin = time.monotonic_ns()
-        for work in self._works:
-            work.wait()
+        for work, peers in zip(self._works, self._peers, strict=True):
+            with naming(self._kind, peers):
+                work.wait()
         self._wire.settle(self._deadline)
         self._wire.heard(self._kind, begin)
-        self._works, self._keep = (), None
+        self._works, self._peers, self._keep = (), (), None
+
+
+@contextmanager
+def naming(kind: str, peers: Sequence[int]) -> Iterator[None]:
+    """Turn a backend's error into one that says which message failed and with which ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        who = f"rank {peers[0]}" if len(peers) == 1 else f"one of ranks {list(peers)}"
+        raise TransferError(
+            f"{kind}: a transfer with {who} failed: {error}. That rank has died, hangs, or the link "
+            "is down; look at its output first"
+        ) from error
+
+
+def others(group: dist.ProcessGroup) -> list[int]:
+    """Global ranks of a group but this one."""
+    return [r for r in dist.get_process_group_ranks(group) if r != dist.get_rank()]
 
 
 class Wire:
@@ -89,16 +120,17 @@ class Wire:
         row = math.prod(send.shape[1:]) * send.element_size()
         deadline = self.post(kind, row * (sum(send_rows) - send_rows[me]))
         width_out = math.prod(out.shape[1:]) * out.element_size()
-        flat = as_bytes(send)
-        work = dist.all_to_all_single(
-            as_bytes(out),
-            flat,
-            [n * width_out for n in out_rows],
-            [n * row for n in send_rows],
-            group=group,
-            async_op=True,
-        )
-        return Pending(self, kind, [work], deadline, (flat, out))
+        flat, peers = as_bytes(send), others(group)
+        with naming(kind, peers):
+            work = dist.all_to_all_single(
+                as_bytes(out),
+                flat,
+                [n * width_out for n in out_rows],
+                [n * row for n in send_rows],
+                group=group,
+                async_op=True,
+            )
+        return Pending(self, kind, [work], [peers], deadline, (flat, out))
 
     def all_to_all(
         self,
@@ -122,6 +154,7 @@ class Wire:
     ) -> Pending:
         """Point-to-point messages: (tensor, group rank). Received tensors must be contiguous."""
         ops: list[dist.P2POp] = []
+        peers: list[list[int]] = []
         keep: list[Tensor] = []
         nbytes = 0
         for tensor, peer in sends:
@@ -129,22 +162,29 @@ class Wire:
                 flat = as_bytes(tensor)
                 keep.append(flat)
                 nbytes += flat.numel()
+                peers.append([peer])
                 ops.append(dist.P2POp(dist.isend, flat, group=group, group_peer=peer))
         for tensor, peer in receives:
             if tensor.numel():
                 flat = as_bytes(tensor)
                 keep.append(flat)
+                peers.append([peer])
                 ops.append(dist.P2POp(dist.irecv, flat, group=group, group_peer=peer))
         deadline = self.post(kind, nbytes)
-        works = dist.batch_isend_irecv(ops) if ops else []
-        return Pending(self, kind, works, deadline, keep)
+        everyone = [p for x in peers for p in x]
+        with naming(kind, everyone):
+            works = dist.batch_isend_irecv(ops) if ops else []
+        if len(works) != len(ops):  # a backend that coalesces gives one work for all
+            peers = [everyone] * len(works)
+        return Pending(self, kind, works, peers, deadline, keep)
 
     def all_reduce(self, x: Tensor, group: dist.ProcessGroup, kind: str = "reduce") -> Tensor:
         """Sum in place; counted as the 2 (n-1)/n of its bytes that a ring all-reduce sends."""
         begin = time.monotonic_ns()
         n = dist.get_world_size(group)
         deadline = self.post(kind, 2 * (n - 1) * x.numel() * x.element_size() // n)
-        dist.all_reduce(x, group=group)
+        with naming(kind, others(group)):
+            dist.all_reduce(x, group=group)
         self.settle(deadline)
         self.heard(kind, begin)
         return x
@@ -155,7 +195,8 @@ class Wire:
         n = dist.get_world_size(group)
         out = torch.empty((n, x.numel()), dtype=x.dtype, device=x.device)
         deadline = self.post(kind, (n - 1) * x.numel() * x.element_size())
-        dist.all_gather(list(out.unbind(0)), x.contiguous(), group=group)
+        with naming(kind, others(group)):
+            dist.all_gather(list(out.unbind(0)), x.contiguous(), group=group)
         self.settle(deadline)
         self.heard(kind, begin)
         return out

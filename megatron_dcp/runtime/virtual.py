@@ -48,7 +48,7 @@ class VirtualWire(Wire):
     ) -> Pending:  # fmt: skip
         self.post(kind, send.numel() * send.element_size() * (len(send_rows) - 1) // len(send_rows))
         _fill(out, send)
-        return Pending(self, kind, [], None, None)
+        return Pending(self, kind, [], [], None, None)
 
     def start_exchange(
         self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]],
@@ -57,7 +57,7 @@ class VirtualWire(Wire):
         self.post(kind, sum(t.numel() * t.element_size() for t, _ in sends))
         for i, (tensor, _) in enumerate(receives):
             _fill(tensor, sends[i % len(sends)][0] if sends else torch.zeros(1, dtype=torch.uint8))
-        return Pending(self, kind, [], None, None)
+        return Pending(self, kind, [], [], None, None)
 
     def all_reduce(self, x: Tensor, group: Any, kind: str = "reduce") -> Tensor:
         return x

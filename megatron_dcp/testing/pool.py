@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -35,16 +36,26 @@ class WorkerPool:
     """Up to `limit` workers, started as they are first needed; python: another interpreter."""
 
     def __init__(
-        self, *, limit: int = 8, timeout_s: float = 150.0, python: str | None = None
+        self,
+        *,
+        limit: int = 8,
+        timeout_s: float = 150.0,
+        python: str | None = None,
+        extra_path: str = "",
     ) -> None:
-        self.limit, self.timeout_s = limit, timeout_s
+        self.limit, self.timeout_s, self._extra_path = limit, timeout_s, extra_path
         self.python = python or sys.executable
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._epoch = self._ranks = 0  # each change of the number of ranks makes a new world
         self._store: Any = None
 
-    def run(self, ranks: int, target: str, **kwargs: Any) -> list[Any]:
-        """Call `module:function` on ranks 0..ranks-1; the results in rank order."""
+    def run(
+        self, ranks: int, target: str, *, may_die: Sequence[int] = (), **kwargs: Any
+    ) -> list[Any]:
+        """Call `module:function` on ranks 0..ranks-1; the results in rank order.
+
+        may_die: ranks that the case kills; their result is None, and all workers end afterwards.
+        """
         if not 1 <= ranks <= self.limit:
             raise ValueError(f"{ranks} ranks asked, this pool has at most {self.limit}")
         self._start(ranks)
@@ -56,12 +67,15 @@ class WorkerPool:
         for connection in connections:
             connection.send_bytes(message)
         try:
-            return self._collect(connections)
+            return self._collect(connections, may_die)
         except BaseException:
             self.close()
             raise
+        finally:
+            if may_die:
+                self.close()
 
-    def _collect(self, connections: list[Connection]) -> list[Any]:
+    def _collect(self, connections: list[Connection], may_die: Sequence[int]) -> list[Any]:
         results: dict[int, Any] = {}
         deadline = time.monotonic() + self.timeout_s
         while len(results) < len(connections):
@@ -74,7 +88,10 @@ class WorkerPool:
                 rank = connections.index(connection)  # type: ignore[arg-type]
                 try:
                     answer = json.loads(connection.recv_bytes())  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, ConnectionResetError):
+                    if rank in may_die:
+                        results[rank] = None
+                        continue
                     raise WorkerError(f"rank {rank} died") from None
                 if "error" in answer:
                     raise WorkerError(f"rank {rank}: {answer['error']}")
@@ -105,7 +122,7 @@ class WorkerPool:
 
     def _spawn(self, rank: int, port: int) -> subprocess.Popen[bytes]:
         root = Path(__file__).parents[2]
-        path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+        path = os.pathsep.join([str(root), self._extra_path, os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         command = [self.python, "-m", "megatron_dcp.testing.pool"]
         command += [str(rank), str(port), str(self._store.port)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -145,6 +146,32 @@ def test_bf16_drift_does_not_grow_with_the_degree(pool: WorkerPool, scheme: str)
         )
         errors[degree] = max(r["absolute"] for r in results)
     assert errors[8] <= 1.5 * errors[1]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "inner"),
+    [
+        ("ring", 1),
+        ("ulysses", 4),
+        pytest.param("allgather", 1, marks=pytest.mark.nightly),
+        pytest.param("hybrid", 2, marks=pytest.mark.nightly),
+    ],
+)
+def test_a_peer_that_dies_inside_a_scheme_ends_the_others_by_name(scheme: str, inner: int) -> None:
+    """Neighbours see the connection close and are told with whom and in what; nobody hangs."""
+    workers = WorkerPool(timeout_s=200)
+    results = workers.run(
+        4,
+        "megatron_dcp.testing.cases.faults:peer_killed",
+        may_die=[2],
+        scheme=scheme,
+        inner=inner,
+        victim=2,
+    )
+    assert results[2] is None
+    told = [r["error"] for r in results if r is not None]
+    assert all(told), "every rank that is left stops with an error"
+    assert any(re.search(r"transfer with (rank 2|one of ranks .*\b2\b)", x) for x in told), told
 
 
 def test_registry_has_the_schemes_that_plans_name() -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 import megatron_dcp as mdcp
-from megatron_dcp.errors import MdcpError
+from megatron_dcp.dist import DataWorld
+from megatron_dcp.errors import MdcpError, TransferError
 from megatron_dcp.plan import StepPlan
 from megatron_dcp.planner import PlanRequest
-from megatron_dcp.testing.cases.attention import cached_world
+from megatron_dcp.schemes import attention
+from megatron_dcp.testing.cases.attention import block_context, cached_world
 from megatron_dcp.testing.cases.gradients import Samples, run_step
 from megatron_dcp.testing.models import TinyModel
 from megatron_dcp.testing.plans import plan_request, random_plan, tiny_profile
@@ -69,3 +75,20 @@ def disagreement(*, fault: str, odd: int = 1) -> dict[str, Any]:
     except RuntimeError as error:
         return {"type": type(error).__name__, "error": str(error), "done": done, "sent": []}
     return {"type": "", "error": "", "done": done, "sent": []}
+
+
+def peer_killed(*, scheme: str, inner: int, victim: int) -> dict[str, Any]:
+    """One rank of a block dies inside a scheme; what the others are told, and how long it took."""
+    world = DataWorld(timeout_s=20)
+    ctx = block_context(world, [400], scheme, inner)
+    q, k, v = (torch.randn(ctx.rows, h, 8, requires_grad=True) for h in (4, 2, 2))
+    attention(q, k, v, placement=ctx)  # connections stand
+    begin = time.monotonic()
+    if world.rank == victim:
+        os._exit(9)
+    try:
+        for _ in range(50):
+            torch.autograd.backward(attention(q, k, v, placement=ctx), torch.ones_like(q))
+    except TransferError as error:
+        return {"error": str(error), "seconds": time.monotonic() - begin}
+    return {"error": "", "seconds": time.monotonic() - begin}
