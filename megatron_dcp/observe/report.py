@@ -35,6 +35,17 @@ def write_report(run: Run, out: Path, replayed: Series | None = None) -> list[Pa
     _summary(page, run)
     _progress(page, run)
     _data(page, run)
+    written: list[Path] = []
+    if run.steps:
+        written += _measured(page, run, out, replayed)
+    else:
+        _planned_only(page, run)
+    _facts(page, run)
+    return [page.write(out / "report.html"), *written]
+
+
+def _measured(page: Page, run: Run, out: Path, replayed: Series | None) -> list[Path]:
+    """Every section that needs events."""
     written = _timelines(page, run, out)
     _idle(page, run)
     written += _prediction(page, run, out)
@@ -42,9 +53,7 @@ def write_report(run: Run, out: Path, replayed: Series | None = None) -> list[Pa
         _replayed(page, replayed)
     _planner(page, run)
     _resources(page, run)
-    _facts(page, run)
-    written.append(write_trace(run, out / "trace.json.gz"))
-    return [page.write(out / "report.html"), *written]
+    return [*written, write_trace(run, out / "trace.json.gz")]
 
 
 def _spread(value: Mapping[str, float], digits: int) -> str:
@@ -102,19 +111,25 @@ def _plans(steps: Sequence[MeasuredStep]) -> dict[int, MeasuredStep]:
 
 def _data(page: Page, run: Run) -> None:
     page.section("Data", "Lengths of the steps whose plans were kept.")
-    done = False
-    for name, steps in _by_strategy(run).items():
-        plans = [s.plan for s in _plans(steps).values() if s.plan is not None]
-        if not plans:
-            continue
-        if not done:
-            lengths = [n for p in plans for n in p.lengths]
-            page.figure(figures.length_histogram(lengths, "Sample lengths"))
-            done = True
-        pairs = [(p.lengths[i], x.degree) for p in plans for x in p.placements for i in x.samples]
-        page.figure(figures.degrees_by_length(pairs, f"Degree by sample length: {name}"))
-    if not done:
+    if not run.plans:
         page.note("No plan file is in this run directory (plans/*.json).")
+        return
+    names = list(dict.fromkeys(strategy for strategy, _ in run.plans))
+    lengths = [n for plan in run.plans_of(names[0]) for n in plan.lengths]
+    page.figure(figures.length_histogram(lengths, "Sample lengths"))
+    for name in names:
+        pairs = [(plan.lengths[i], x.degree) for plan in run.plans_of(name)
+                 for x in plan.placements for i in x.samples]  # fmt: skip
+        page.figure(figures.degrees_by_length(pairs, f"Degree by sample length: {name}"))
+
+
+def _planned_only(page: Page, run: Run) -> None:
+    """Lanes of the first plan of each strategy, for a run without events."""
+    page.section("Steps, as planned", "The run recorded no events: nothing measured per rank.")
+    for name in dict.fromkeys(strategy for strategy, _ in run.plans):
+        plan = run.plans_of(name)[0]
+        title = f"{name}, step {plan.step}: planned {plan.makespan_us / 1e3:,.1f} ms"
+        page.figure(figures.gantt(planned_bars(plan, ""), title))
 
 
 def _chosen(steps: Sequence[MeasuredStep]) -> list[tuple[str, MeasuredStep]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,16 @@ class MeasuredStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Everything that a run directory holds. steps: in order of time."""
+    """Everything that a run directory holds. steps: in order of time; empty where the run wrote no
+    events (virtual ranks). plans: by (strategy, step)."""
 
     path: Path
     summary: dict[str, Any]
     steps: tuple[MeasuredStep, ...]
+    plans: Mapping[tuple[str, int], StepPlan]
+
+    def plans_of(self, strategy: str) -> list[StepPlan]:
+        return [plan for (name, _), plan in sorted(self.plans.items()) if name == strategy]
 
     @property
     def strategies(self) -> list[str]:
@@ -64,7 +69,8 @@ def read_run(path: str | Path) -> Run:
         plans[plan.strategy, plan.step] = plan
     names = list(summary["strategies"])
     default = names[0] if len(names) == 1 else "run"
-    grouped = _occurrences(read_events(folder), default)
+    events = read_events(folder) if any(folder.glob("events-rank*.jsonl")) else []
+    grouped = _occurrences(events, default)
     steps = [
         MeasuredStep(
             strategy=strategy, step=step, occurrence=occurrence,
@@ -73,7 +79,12 @@ def read_run(path: str | Path) -> Run:
         for (strategy, step, occurrence), events in grouped.items()
         if any(e["kind"] == "step" for e in events)
     ]  # fmt: skip
-    return Run(path=folder, summary=summary, steps=tuple(sorted(steps, key=lambda s: s.start_us)))
+    return Run(
+        path=folder,
+        summary=summary,
+        steps=tuple(sorted(steps, key=lambda s: s.start_us)),
+        plans=plans,
+    )
 
 
 def _occurrences(events: Sequence[Event], default: str) -> dict[tuple[str, int, int], list[Event]]:

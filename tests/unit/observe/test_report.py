@@ -136,6 +136,16 @@ def test_report_draws_every_figure_in_a_browser(run_dir, tmp_path):
     assert "Uncaught" not in done.stderr
 
 
+def test_a_run_without_events_still_shows_its_plans(run_dir):
+    for file in run_dir.glob("events-rank*.jsonl"):
+        file.unlink()
+    assert main(["report", str(run_dir)]) == 0
+    page = (run_dir / "report" / "report.html").read_text()
+    assert "<h2>Steps, as planned</h2>" in page
+    assert "nothing measured per rank" in page
+    assert not (run_dir / "report" / "trace.json.gz").exists()
+
+
 def test_wrong_directories_are_refused(tmp_path, run_dir, capsys):
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "not a directory" in capsys.readouterr().err
