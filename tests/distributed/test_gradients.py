@@ -35,9 +35,16 @@ def check(results: list[dict[str, Any]]) -> None:
     assert len({r["loss"] for r in results}) == 1, "all ranks print the same loss"
 
 
+# Eight processes on a small machine are slow: the options that differ most run there.
+CASES = [
+    (ranks, option)
+    for ranks in (1, 2, 4, 8)
+    for option in (OPTIONS if ranks < 8 else ("plain", "masked", "idle-rank", "one-kv-head"))
+]
+
+
 @pytest.mark.parametrize("wrapper", ["bare", "ddp"])
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(("ranks", "option"), CASES)
 def test_random_plans(pool: WorkerPool, ranks: int, option: str, wrapper: str) -> None:
     for seed in range(2):
         check(pool.run(ranks, CASE, seed=seed, wrapper=wrapper, **OPTIONS[option]))
