@@ -11,6 +11,8 @@ Needs torch and the compiled ops; imported by the command only when it runs.
 from __future__ import annotations
 
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -124,7 +126,7 @@ def rows(
     try:
         for row in _all_rows(only, dtypes, repeats, memory, clock):
             found.append(row)
-            progress(f"{row['case']:<18} {row['metric']:<22} {row['value']:9.1f} {row['unit']:<8}")
+            progress(table([row]).splitlines()[-1])
     finally:
         torch.set_num_threads(before)
     return found
@@ -269,17 +271,37 @@ def _torch_ring_step(
 
 
 def _memory(case: Case, name: str) -> Iterator[Row]:
-    """Peak resident bytes above the inputs, forward and backward; Linux only."""
-    qkv, weight, cu = _inputs(case, DTYPES[name])
+    """Peak resident bytes above the inputs, forward and backward, each side in a process of its
+    own (a used heap would hide allocations); Linux only."""
     peaks = {}
-    for side, forward in _both(case, qkv, cu).items():
-        start = _reset_peak()
-        if start is None:
+    for side in ("ours", "baseline"):
+        call = f"peak_bytes({case.name!r}, {name!r}, {side!r})"
+        code = f"from {__name__} import peak_bytes; print({call})"
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=600
+        )
+        if done.stdout.strip() == "None":
             return
-        torch.autograd.grad(forward(), qkv, weight)
-        peaks[side] = (_resident("VmHWM") - start) / 1e6
+        peaks[side] = int(done.stdout) / 1e6
     ratio = peaks["baseline"] / max(peaks["ours"], 1e-9)
     yield _row(case.name, f"{name} peak memory", "MB", peaks["ours"], peaks["baseline"], ratio, 1.0)
+
+
+def peak_bytes(case_name: str, dtype: str, side: str) -> int | None:
+    """What one forward and backward of `side` ("ours" or "baseline") needs above its inputs.
+
+    For a fresh process. None where the kernel's peak counter cannot be reset.
+    """
+    small = Case(name="warm-up", lengths=(64, 64))
+    case = next(c for c in cases() if c.name == case_name)
+    start: int | None = None
+    for each in (small, case):
+        qkv, weight, cu = _inputs(each, DTYPES[dtype])
+        start = _reset_peak()
+        if start is None:
+            return None
+        torch.autograd.grad(_both(each, qkv, cu)[side](), qkv, weight)
+    return _resident("VmHWM") - (start or 0)
 
 
 def _resident(field: str) -> int:

@@ -71,6 +71,7 @@ BackwardPlan backward_plan(const SegmentList& list, const Shape& shape, int64_t 
   }
   plan.partial_row.assign(plan.q_pieces.size(), -1);
   for (size_t p = 0; p < plan.q_pieces.size(); ++p) {
+    if (plan.visits[p] == 0) plan.unseen.push_back(static_cast<int64_t>(p));
     if (plan.visits[p] < 2) continue;
     plan.partial_row[p] = plan.partial_rows;
     plan.partial_rows += plan.q_pieces[p].len;

@@ -37,6 +37,7 @@ struct BackwardPlan {
   std::vector<uint32_t> turns;       // turn of each visit (k piece, segment, q piece)
   std::vector<uint32_t> visits;      // per q piece: how many
   std::vector<int64_t> partial_row;  // per q piece with several visits: row in the partial sums
+  std::vector<int64_t> unseen;       // q pieces without visits
   int64_t partial_rows = 0;
   std::unique_ptr<std::atomic<uint32_t>[]> done;  // [q pieces, heads]
 };

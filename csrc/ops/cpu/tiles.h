@@ -114,14 +114,6 @@ struct Tiles {
     }
   }
 
-  static void prefetch(const Rows& x, int64_t row, int64_t head, int64_t count, int64_t n) {
-    const int64_t bytes = n * element_bytes(x.dtype);
-    for (int64_t r = 0; r < count; ++r) {
-      const char* p = static_cast<const char*>(x.at(row + r, head));
-      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(p + b);
-    }
-  }
-
   // ---- rows in and out -------------------------------------------------------------------------
 
   static void load_floats(float* dst, const Rows& x, int64_t row, int64_t head, int64_t n) {

@@ -78,10 +78,6 @@ struct Backward {
   // KV heads [first, last) of one piece.
   void run(const Task& task) {
     for (int64_t kv = task.first_head; kv < task.last_head; ++kv) {
-      if (kv + 1 < task.last_head) {  // a small task ends before the hardware has seen a pattern
-        T::prefetch(a.k, task.piece.start, kv + 1, task.piece.len, dim);
-        T::prefetch(a.v, task.piece.start, kv + 1, task.piece.len, dim);
-      }
       run(task.index, kv);
     }
   }
@@ -147,14 +143,27 @@ struct Backward {
     T::pack_transposed(dout_t, depth, a.dout, rows.start, head, rows.len, dim, spare);
     T::pack_natural(q_n, panel, a.q, rows.start, head, rows.len, dim, spare);
     T::pack_natural(dout_n, panel, a.dout, rows.start, head, rows.len, dim, spare);
+    const float* l = static_cast<const float*>(a.lse.data) + head * a.lse.head_stride;
     for (int64_t r = 0; r < kQ; ++r) {
-      const bool inside = r < rows.len;
-      const float* l = static_cast<const float*>(a.lse.data) + head * a.lse.head_stride;
-      const float* d = static_cast<const float*>(a.delta.data) + head * a.delta.head_stride;
-      const float x = inside ? l[(rows.start + r) * a.lse.row_stride] : -kInfinity;
+      const float x = r < rows.len ? l[(rows.start + r) * a.lse.row_stride] : -kInfinity;
       lse[r] = x == -kInfinity ? kInfinity : x * kLog2e;  // a dead row has probability 0
-      delta[r] = x == -kInfinity ? 0.0f : d[rows.start + r];
+      delta[r] = x == -kInfinity ? 0.0f : delta_of(rows.start + r, head);
     }
+  }
+
+  // rowsum(dout * out) - dlse. Taken anew by every task that sees the row: little beside the
+  // products, and a pass of its own would read dout and out from memory once more.
+  float delta_of(int64_t row, int64_t head) {
+    float *x = spare, *y = spare + wide;
+    S::store(x + wide - W, S::zero());
+    S::store(y + wide - W, S::zero());
+    T::load_floats(x, a.out, row, head, dim);
+    T::load_floats(y, a.dout, row, head, dim);
+    V total = S::zero();
+    for (int64_t d = 0; d < wide; d += W) total = S::fma(S::load(x + d), S::load(y + d), total);
+    const float* dlse = static_cast<const float*>(a.dlse.data);
+    const float own = dlse ? dlse[head * a.dlse.head_stride + row * a.dlse.row_stride] : 0.0f;
+    return S::sum(total) - own;
   }
 
   // Keys [k, k + n) of the piece against q columns [first, last) in vectors.
@@ -286,35 +295,18 @@ struct Backward {
   }
 };
 
-// delta = rowsum(dout * out) - dlse, and zeros in the dq rows that no task visits.
+// Zeros in the dq rows that no task visits.
 template <class S, class M>
-void backward_rows(const BackwardArgs& a, const BackwardPlan& plan, const Parallel& parallel) {
+void zero_unseen(const BackwardArgs& a, const BackwardPlan& plan, const Parallel& parallel) {
   using T = Tiles<S, M>;
   const int64_t dim = a.shape.dim, wide = round_up(dim, S::W);
-  parallel(static_cast<int64_t>(plan.q_pieces.size()), [&](int64_t index) {
-    const Piece& piece = plan.q_pieces[index];
-    if (plan.visits[index] == 0 && a.accumulate) return;
-    float* x = scratch_floats(2 * wide);
-    float* y = x + wide;
-    for (int64_t d = 0; d < 2 * wide; d += S::W) S::store(x + d, S::zero());
+  parallel(static_cast<int64_t>(plan.unseen.size()), [&](int64_t i) {
+    const Piece& piece = plan.q_pieces[plan.unseen[i]];
+    float* zeros = scratch_floats(wide);
+    for (int64_t d = 0; d < wide; d += S::W) S::store(zeros + d, S::zero());
     for (int64_t h = 0; h < a.shape.heads; ++h) {
       for (int64_t row = piece.start; row < piece.start + piece.len; ++row) {
-        if (plan.visits[index] == 0) {
-          T::store_floats(a.dq, row, h, dim, x, 1.0f, false);
-          continue;
-        }
-        T::load_floats(x, a.out, row, h, dim);
-        T::load_floats(y, a.dout, row, h, dim);
-        typename S::V total = S::zero();
-        for (int64_t d = 0; d < wide; d += S::W) {
-          total = S::fma(S::load(x + d), S::load(y + d), total);
-        }
-        float value = S::sum(total);
-        if (a.dlse.data) {
-          value -= static_cast<const float*>(
-              a.dlse.data)[h * a.dlse.head_stride + row * a.dlse.row_stride];
-        }
-        static_cast<float*>(a.delta.data)[h * a.delta.head_stride + row] = value;
+        T::store_floats(a.dq, row, h, dim, zeros, 1.0f, false);
       }
     }
   });
@@ -323,7 +315,7 @@ void backward_rows(const BackwardArgs& a, const BackwardPlan& plan, const Parall
 template <class S, class M>
 void vector_backward(const BackwardArgs& a, const SegmentList& list, const Parallel& parallel,
                      const BackwardPlan& plan, float* partial) {
-  backward_rows<S, M>(a, plan, parallel);
+  if (!a.accumulate) zero_unseen<S, M>(a, plan, parallel);
   parallel(static_cast<int64_t>(plan.tasks.size()),
            [&](int64_t i) { Backward<S, M>(a, list, plan, partial).run(plan.tasks[i]); });
 }

@@ -77,25 +77,11 @@ struct Forward {
   // KV heads [first, last) of one piece.
   void run(const Task& task) {
     for (int64_t kv = task.first_head; kv < task.last_head; ++kv) {
-      if (kv + 1 < task.last_head) prefetch(task.piece, kv + 1);
       run(task.piece, kv);
     }
   }
 
  private:
-  // A small task ends before the hardware has seen a pattern in its rows.
-  void prefetch(const Piece& piece, int64_t kv) const {
-    for (int64_t h = kv * group; h < (kv + 1) * group; ++h) {
-      T::prefetch(a.q, piece.start, h, piece.len, dim);
-    }
-    for (int32_t ref = piece.first_ref; ref < piece.last_ref; ++ref) {
-      const Segment& g = list.segments[list.q.refs[ref]];
-      const int64_t n = std::min(kChunk, g.k_len);
-      T::prefetch(a.k, g.k_start, kv, n, dim);
-      T::prefetch(a.v, g.k_start, kv, n, dim);
-    }
-  }
-
   void run(const Piece& piece, int64_t kv) {
     const bool empty = piece.first_ref == piece.last_ref;
     if (a.merge && empty) return;

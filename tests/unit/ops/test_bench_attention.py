@@ -53,3 +53,9 @@ def test_the_ring_step_baseline_is_the_same_merge():
 def test_processor_time_is_for_one_thread():
     with pytest.raises(ConfigError, match="threads=1"):
         bench.rows(cpu_time=True, threads=2)
+
+
+def test_peak_memory_is_at_least_the_results():
+    peak = bench.peak_bytes("256x32", "bfloat16", "ours")
+    # out and three gradients of 8192 x 8 x 64 elements; what the heap already held may serve some.
+    assert peak is None or 0 <= peak < 10 * 8192 * 8 * 64 * 2
