@@ -286,11 +286,13 @@ void warp_operation(Operation operation, Operand* operand, const char* file, int
   lane->file = file;
   lane->line = line;
   if (operand->address != nullptr) race_read(operand->address, 16);
+  // Shuffles, ldmatrix and mma exchange registers; only __syncwarp orders memory.
+  const bool orders = operation == Operation::sync;
   char* token = &warp->tokens[warp->generation & 1];
-  race_release(token);
+  if (orders) race_release(token);
   if (++warp->arrived < kWarp) {
     wait_here(State::in_warp_operation);
-    race_acquire(token);
+    if (orders) race_acquire(token);
     return;
   }
   warp->arrived = 0;
@@ -306,7 +308,7 @@ void warp_operation(Operation operation, Operand* operand, const char* file, int
   }
   const RaceQuiet quiet;  // the reads were counted when each lane arrived
   if (!failed) execute(operation, operands);
-  race_acquire(token);
+  if (orders) race_acquire(token);
 }
 
 int atomic_add(int* address, int value) {
