@@ -24,7 +24,8 @@ segment_attention_backward(dout, q, k, v, out, lse, segments, dq, dk, dv, dlse=N
     gives the whole gradient.
 
 Segments: int64 [S, 6], on the CPU or on the device of q (read on the host: a CUDA call then waits
-for its stream, so prefer the CPU); each row is (q_start, q_len, k_start, k_len, diagonal, window). Local row i and local key j see each other when `j <= i + diagonal` and (`window < 0` or
+for its stream, so prefer the CPU); each row is (q_start, q_len, k_start, k_len, diagonal, window).
+Local row i and local key j see each other when `j <= i + diagonal` and (`window < 0` or
 `j >= i + diagonal - window`). A whole rectangle has diagonal >= k_len - 1; a causal sequence has
 diagonal k_len - q_len; a ring step between a query chunk at position p and a key chunk at position
 r has diagonal p - r. Segments may share q rows (one softmax over all their keys) and k rows.

@@ -48,7 +48,7 @@ def _segments(ctx: PlacementContext, mask: Mask) -> Tensor:
         members = ctx.shards.members
         spans = [s for m in _sources(ctx, mask) for s in members[m]]
         rows = segments_between(context_rects(ctx, mask), members[ctx.member], spans)
-        ctx.cache[name] = segment_tensor(rows, ctx.world.device)
+        ctx.cache[name] = segment_tensor(rows)
     found: Tensor = ctx.cache[name]
     return found
 

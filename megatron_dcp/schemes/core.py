@@ -30,11 +30,11 @@ def member_segments(
 
 
 def member_segment_tensor(ctx: PlacementContext, mask: Mask, query: int, key: int) -> Tensor | None:
-    """The same as an op's segment list; None where nothing is seen."""
+    """The same as an op's segment list, on the CPU (ops read it there); None: nothing is seen."""
     name = ("segment tensor", mask, query, key)
     if name not in ctx.cache:
         rows = member_segments(ctx, mask, query, key)
-        ctx.cache[name] = segment_tensor(rows, ctx.world.device) if rows else None
+        ctx.cache[name] = segment_tensor(rows) if rows else None
     found: Tensor | None = ctx.cache[name]
     return found
 
@@ -73,7 +73,7 @@ def attend_whole(
     if name not in ctx.cache:
         spans = [Span(j, 0, n) for j, n in enumerate(ctx.lengths) if n]
         rows = segments_between(context_rects(ctx, mask), spans, spans)
-        ctx.cache[name] = segment_tensor(rows, ctx.world.device)
+        ctx.cache[name] = segment_tensor(rows)
     segments: Tensor = ctx.cache[name]
     out, _ = segment_attention(
         q, k, v, segments, softmax_scale=options.softmax_scale, softcap=options.softcap
