@@ -132,6 +132,10 @@ class DDPDriver(Driver):
     """DistributedDataParallel: `no_sync` on all microbatches but the last.
 
     The forward decides in DDP, so the context stays open from `before` to the end of `backward`.
+
+    DDP would broadcast the module's buffers inside the first forward of a step. A rank may first
+    have to meet the ranks of its block, one of which may be in that broadcast: it happens at the
+    start of the step instead, where no rank is inside a block.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -140,6 +144,16 @@ class DDPDriver(Driver):
         self._ddp = next(
             m for m in _wrappers(self.model) if isinstance(m, nn.parallel.DistributedDataParallel)
         )
+        self._buffers = list(self._ddp.module.buffers()) if self._ddp.broadcast_buffers else []
+        self._ddp.broadcast_buffers = False
+
+    def begin(self, count: int) -> None:
+        super().begin(count)
+        group = self._ddp.process_group
+        source = dist.get_global_rank(group, 0)
+        with torch.no_grad():
+            for buffer in self._buffers:
+                dist.broadcast(buffer, source, group=group)
 
     def before(self, index: int) -> None:
         super().before(index)

@@ -20,6 +20,9 @@ import torch
 from megatron_dcp.adapters.hf import MdcpTrainerMixin, prepare
 from megatron_dcp.dist import packed
 from megatron_dcp.errors import AdapterError, ConfigError
+from megatron_dcp.observe.events import read_events
+from megatron_dcp.observe.summary import load_summary
+from megatron_dcp.plan import load
 from megatron_dcp.testing.cases.hf import forget_rope
 from megatron_dcp.testing.hf_models import MODELS, tiny_model
 from megatron_dcp.testing.pool import WorkerPool
@@ -86,6 +89,18 @@ def test_trainers_follow_the_stock_model(pool2: WorkerPool, trainer: str) -> Non
     check_trainer(results, "ddp")
     assert [len(b) for b in results[0]["digest_of_batches"]] == [8, 8, 3]
     assert results[0]["epoch"] == 1.0
+
+
+def test_callback_leaves_a_run_directory(pool2: WorkerPool, tmp_path: Path) -> None:
+    """Events of both ranks, every plan, and a summary whose losses are the logged ones."""
+    results = pool2.run(2, TRAINER, seed=3, run=str(tmp_path))
+    check_trainer(results, "ddp")
+    summary = load_summary(tmp_path)["strategies"]["dcp"]
+    assert summary["loss"] == pytest.approx(results[0]["losses"], abs=1e-5)
+    assert 0.0 <= summary["idle"] < 1.0
+    assert {e["rank"] for e in read_events(tmp_path)} == {0, 1}
+    plans = [load(p) for p in sorted((tmp_path / "plans").glob("*.json"))]
+    assert [p.step for p in plans] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("backend", ["fsdp2", "zero1", "zero2", "zero3"])

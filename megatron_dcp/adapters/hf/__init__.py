@@ -5,6 +5,7 @@ Importing this package registers `attn_implementation="megatron_dcp"`.
 
 from megatron_dcp.adapters.hf.accelerate import initialize_accelerate
 from megatron_dcp.adapters.hf.attention import KEYWORD, NAME, register
+from megatron_dcp.adapters.hf.callback import MdcpCallback
 from megatron_dcp.adapters.hf.loss_step import microbatch_loss
 from megatron_dcp.adapters.hf.options import TrainerOptions
 from megatron_dcp.adapters.hf.prepare import Prepared, forward_losses, prepare, weighted_sum
@@ -15,6 +16,7 @@ register()
 __all__ = [
     "KEYWORD",
     "NAME",
+    "MdcpCallback",
     "MdcpTrainerMixin",
     "Prepared",
     "TrainerOptions",

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megatron_dcp as mdcp
+from megatron_dcp.adapters.hf.callback import MdcpCallback
 from megatron_dcp.adapters.hf.data import CollatedDataset, StepNumbers, step_batch, token_counts
 from megatron_dcp.adapters.hf.loss_step import microbatch_loss
 from megatron_dcp.adapters.hf.options import TrainerOptions
@@ -55,6 +56,9 @@ class MdcpTrainerMixin:
             fused_loss=self.mdcp_options.fused_loss,
             allow_dropout=self.mdcp_options.allow_dropout,
         )
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, MdcpCallback):
+                callback.trainer = self
         self.mdcp_engine: Any = None
         self._mdcp_loader: Any = None
         self._mdcp_steps: Iterator[Any] | None = None

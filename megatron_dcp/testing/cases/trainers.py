@@ -17,7 +17,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import megatron_dcp as mdcp
-from megatron_dcp.adapters.hf import MdcpTrainerMixin, TrainerOptions, microbatch_loss, prepare
+from megatron_dcp.adapters.hf import (
+    MdcpCallback,
+    MdcpTrainerMixin,
+    TrainerOptions,
+    microbatch_loss,
+    prepare,
+)
 from megatron_dcp.testing.cases.backends import (
     random_plans,
     skip_shared_memory_op,
@@ -82,10 +88,12 @@ def trainer_case(
     directory: str | None = None,
     resume: bool = False,
     checkpointing: bool = False,
+    run: str | None = None,
 ) -> dict[str, Any]:
     """Parameter and loss differences of a whole `trainer.train()`.
 
-    stop_at: save there; resume: start from the checkpoint in `directory`.
+    run: write a run directory there. stop_at: save there; resume: start from the checkpoint in
+    `directory`.
     """
     launcher_environment(backend)
     reset_accelerate()
@@ -107,9 +115,16 @@ def trainer_case(
     }  # fmt: skip
     arguments |= backend_arguments(backend)
     options = TrainerOptions(
-        cost=profile_of(model), plan_fn=random_plans(seed, False), plan_ahead=0, recompute="off"
+        cost=profile_of(model),
+        plan_fn=random_plans(seed, False),
+        plan_ahead=0,
+        recompute="off",
+        measure=run is not None,
     )
     built = build(trainer, model, data, arguments, options, shard=backend == "fsdp2")
+    if run is not None:
+        built.add_callback(MdcpCallback(run))
+        built.callback_handler.callbacks[-1].trainer = built
     if stop_at:
         built.add_callback(_Stop(stop_at))
     checkpoint = str(Path(output) / f"checkpoint-{resume}") if resume else None
