@@ -1,8 +1,9 @@
 """The traps of trainer integrations: each test fails if its trap is stepped into.
 
 Traps shown elsewhere: unequal counts under DDP and gloo's missing average (test_fsdp.py), bucketed
-reductions inside a backward and clipping (test_deepspeed.py), recomputation, overwritten KV
-groups and buffers that DDP broadcasts inside a forward (test_hf.py), schedulers and sequence-parallel settings (test_accelerate.py).
+reductions inside a backward and clipping (test_deepspeed.py), recomputation, overwritten KV groups
+and buffers that DDP broadcasts inside a forward (test_hf.py), schedulers and sequence-parallel
+settings (test_accelerate.py).
 """
 
 from __future__ import annotations
