@@ -10,6 +10,8 @@ Needs torch and the compiled ops; imported by the command only when it runs.
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -333,3 +335,42 @@ def table(found: Sequence[Row]) -> str:
         cells.append({None: "", True: "yes", False: "no"}[row["ok"]])
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def parser() -> argparse.ArgumentParser:
+    text = (__doc__ or "").split("\n\n")[0]
+    p = argparse.ArgumentParser(prog="mdcp bench attention", description=text)
+    names = [c.name for c in cases()] + ["ring step"]
+    p.add_argument("--case", action="append", default=[], choices=names, help="default: all")
+    p.add_argument("--dtype", action="append", default=[], choices=sorted(DTYPES))
+    p.add_argument("--threads", type=int, default=2)
+    p.add_argument("--repeats", type=int, default=5)
+    p.add_argument("--cpu-time", action="store_true", help="processor time; needs --threads 1")
+    p.add_argument("--no-memory", action="store_true", help="leave out the peak memory rows")
+    p.add_argument("--bars", action="store_true", help="exit with 1 when a bar is missed")
+    p.add_argument("--json", action="store_true")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    """`mdcp bench attention`: rows as they are done, then the verdict or one JSON object."""
+    args = parser().parse_args(argv)
+    if args.threads < 1 or args.repeats < 1:
+        raise ConfigError(f"--threads {args.threads}, --repeats {args.repeats}: both must be >= 1")
+    out = sys.stderr if args.json else sys.stdout
+    print(table([]), file=out)
+    found = rows(
+        only=args.case,
+        dtypes=args.dtype or tuple(DTYPES),
+        threads=args.threads,
+        repeats=args.repeats,
+        memory=not args.no_memory,
+        cpu_time=args.cpu_time,
+        progress=lambda line: print(line, file=out, flush=True),
+    )
+    missed = sum(row["ok"] is False for row in found)
+    if args.json:
+        print(json.dumps({"schema": "mdcp.bench/1", "rows": found}))
+    else:
+        print(f"\n{sum(row['ok'] is True for row in found)} bars held, {missed} missed")
+    return 1 if args.bars and missed else 0

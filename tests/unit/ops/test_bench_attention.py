@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -59,3 +61,11 @@ def test_peak_memory_is_at_least_the_results():
     peak = bench.peak_bytes("256x32", "bfloat16", "ours")
     # out and three gradients of 8192 x 8 x 64 elements; what the heap already held may serve some.
     assert peak is None or 0 <= peak < 10 * 8192 * 8 * 64 * 2
+
+
+def test_the_command_prints_one_json_object(capsys):
+    options = ["--case", "256x32", "--dtype", "bfloat16", "--repeats", "1", "--threads", "1"]
+    assert bench.main([*options, "--no-memory", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["schema"] == "mdcp.bench/1"
+    assert [r["metric"] for r in printed["rows"]][1:] == ["bfloat16 fwd", "bfloat16 bwd"]
