@@ -1,4 +1,4 @@
-"""`dcp`, the default strategy: the C++ planner, and its Python oracle under a name of its own.
+"""`dcp`, the default strategy: the C++ planner (its readable twin is `planner.oracle`).
 
 Post-condition `never_slower_than_static`: the planner keeps the best static plan where nothing
 else is faster, so that no `dcp` plan is slower than `static` under the model.
