@@ -128,12 +128,8 @@ class WandbSink:
                 f"({error}); pip install wandb, or leave the sink out"
             ) from error
         folder.mkdir(parents=True, exist_ok=True)
-        self._run: Any = wandb.init(
-            project=project,
-            dir=str(folder),
-            config=dict(config),
-            mode=mode,  # type: ignore[arg-type]
-        )
+        start: Any = wandb.init  # typed only where wandb is installed
+        self._run: Any = start(project=project, dir=str(folder), config=dict(config), mode=mode)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._run.log(dict(metrics), step=step)
