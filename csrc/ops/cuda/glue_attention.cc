@@ -137,7 +137,8 @@ struct CachedPlan {
   PlanOnDevice value;
 };
 
-// A launch resets the counter of its plan and then runs: two host threads must not interleave these.
+// A launch resets the counter of its plan and then runs: two host threads must not interleave
+// these.
 std::mutex& launch_mutex() {
   static std::mutex mutex;
   return mutex;
