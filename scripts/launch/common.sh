@@ -21,6 +21,12 @@ launch_ranks_per_node() {
   if [ "$gpus" -gt 0 ]; then echo "$gpus"; else echo 1; fi
 }
 
+# Whether an IP address is one of this host's.
+launch_own_address() {
+  command -v ip >/dev/null 2>&1 || return 1
+  ip -o addr show | awk -v want="$1" '{split($4, a, "/"); if (a[1] == want) found = 1} END {exit !found}'
+}
+
 # The interface of the default route carries rendezvous and gloo; NCCL finds its own rails (IB, RoCE)
 # and needs a name only for its bootstrap socket. Both are left alone when the caller has set them.
 launch_network() {

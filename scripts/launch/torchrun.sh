@@ -30,10 +30,17 @@ case $head in *:*) ;; *) head=$head:29400 ;; esac
 case $1 in *.py) program=("$@") ;; *) program=(-m megatron_dcp "$@") ;; esac
 
 launch_network
+# torchrun knows the head by its host name only. Given an address of this host (of a second network,
+# say), it has to be told; a loopback address is every host's own, there it finds out by trying.
+role=()
+case ${head%:*} in
+  127.* | localhost) ;;
+  *) if launch_own_address "${head%:*}"; then role=(--rdzv-conf is_host=1); fi ;;
+esac
 # A preemption signal is for the ranks, which install a handler of their own; torchrun ignores it.
 trap '' USR1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$MDCP_PYTHON" -m megatron_dcp.cli.elastic \
   --nnodes "$nodes" --nproc-per-node "$(launch_ranks_per_node)" \
-  --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id "${MDCP_JOB_ID:-mdcp}" \
+  --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id "${MDCP_JOB_ID:-mdcp}" "${role[@]}" \
   --max-restarts "${MDCP_MAX_RESTARTS:-0}" ${MDCP_NODE_ADDR:+--local-addr "$MDCP_NODE_ADDR"} "${program[@]}"
