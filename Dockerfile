@@ -15,6 +15,7 @@ ARG CUDA_ARCHS="8.0;9.0a"
 ARG MAX_JOBS=4
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+RUN useradd --uid 10001 --create-home --shell /bin/bash mdcp
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 
 # Layer 1, changes with the pins alone. The image's torch is kept: nothing here may replace it.
@@ -39,8 +40,7 @@ ENV SETUPTOOLS_SCM_PRETEND_VERSION=0.1.0
 RUN TORCH_CUDA_ARCH_LIST="${CUDA_ARCHS}" MAX_JOBS="${MAX_JOBS}" \
     python -m pip install --no-build-isolation --no-deps .
 
-RUN useradd --create-home --shell /bin/bash mdcp
-USER mdcp
+USER 10001
 WORKDIR /home/mdcp
 HEALTHCHECK --interval=5m --timeout=60s --retries=1 CMD ["mdcp", "doctor"]
 CMD ["mdcp", "--help"]

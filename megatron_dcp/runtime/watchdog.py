@@ -19,13 +19,15 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Placement, StepPlan, dumps
+
+_T = TypeVar("_T")
 
 EXIT_STATUS = 70
 IDLE = "outside a step"
@@ -93,16 +95,51 @@ class Watchdog:
     def _watch(self) -> None:
         pause = min(1.0, self.timeout_s / 4)
         while not self._stop.wait(pause):
-            word = self._abort_word()
+            try:
+                word = self._within(self._abort_word)
+                if word is None:
+                    self._within(self._publish)
+            except TimeoutError:
+                word = self._silence()
             if word is not None:
                 self._print(word)
                 self._finish()
                 return
-            self._publish()
             stuck = time.monotonic() - self._at
             if self._beat["phase"] != IDLE and stuck > self.timeout_s:
                 self._report(stuck)
                 return
+
+    def _within(self, call: Callable[[], _T]) -> _T:
+        """Result of a call that uses the store; TimeoutError where it does not answer in time.
+
+        A cut link ends no connection: a request on it waits for ever, and so would the watchdog.
+        """
+        done: list[_T] = []
+        failed: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                done.append(call())
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=work, name="mdcp-watchdog-store", daemon=True)
+        thread.start()
+        thread.join(self.timeout_s)
+        if failed:
+            raise failed[0]
+        if not done:
+            raise TimeoutError
+        return done[0]
+
+    def _silence(self) -> str:
+        mine = self._beat
+        return (
+            f"mdcp watchdog: rank {self.world.rank} has had no answer from the job's store for "
+            f"{self.timeout_s:g} s, in step {mine['step']}, {mine['phase']}. The store is on the "
+            "host of the rendezvous: that host or the link to it is lost. This rank ends now."
+        )
 
     def _publish(self) -> None:
         """Tell how many messages this rank has begun since its beat: who is behind in a placement
@@ -125,11 +162,19 @@ class Watchdog:
         return None
 
     def _report(self, stuck: float) -> None:
-        text = self.explain(stuck)
-        self._print(text)
+        try:
+            text = self._within(lambda: self.explain(stuck))
+            self._print(text)
+            self._within(lambda: self._leave_word(text))
+        except TimeoutError:
+            self._print(self._silence())
+        except (RuntimeError, dist.DistError) as error:
+            self._print(f"mdcp watchdog: the job's store is gone ({error}); ending this rank")
+        self._finish()
+
+    def _leave_word(self, text: str) -> None:
         if self._store is not None:
             self._store.set("abort", text)
-        self._finish()
 
     def explain(self, stuck: float) -> str:
         """What this rank waits for, and which ranks did not arrive."""

@@ -72,7 +72,7 @@ def test_the_sdist_holds_what_a_build_needs(built):
     with tarfile.open(built.sdist) as archive:
         names = {n.split("/", 1)[1] for n in archive.getnames() if "/" in n}
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE", "csrc/planner/search.h",
-                 "csrc/ops/module.cc", "megatron_dcp/py.typed", 
+                 "csrc/ops/module.cc", "megatron_dcp/py.typed",
                  "scripts/launch/slurm.sbatch"):  # fmt: skip
         assert name in names
 
@@ -103,7 +103,8 @@ def test_plan_simulate_and_doctor_run_without_torch(clean, tmp_path):
     assert json.loads(done.stdout)["schema"] == "mdcp.plan/1"
 
     done = run(clean, "mdcp", "simulate", "--lengths", "preset:wiki", "--ranks", "8", "--steps",
-               "1", "--batch", "32", "--strategies", "static,dcp", "--json", cwd=tmp_path)  # fmt: skip
+               "1", "--batch", "32", "--strategies", "static,dcp", "--json",
+               cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert set(json.loads(done.stdout)["strategies"]) == {"static", "dcp"}
 

@@ -110,16 +110,36 @@ def wait_for_steps(path, count, processes, folder, seconds=150):
     raise AssertionError(log_of(folder, 0)[-4000:] + log_of(folder, 1)[-4000:])
 
 
+def ranks_in(host):
+    """Ids of the processes of a host that are ranks, not launchers."""
+    found = []
+    for pid in ip("netns", "pids", host).split():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"train" in words and b"megatron_dcp.cli.elastic" not in words:
+            found.append(int(pid))
+    return found
+
+
+def wait_for_the_end(hosts, seconds):
+    """Seconds until no rank is left. The launchers take longer: they try to say goodbye."""
+    begin = time.monotonic()
+    while left := {h: ranks for h in hosts if (ranks := ranks_in(h))}:
+        assert time.monotonic() - begin < seconds, f"still running after the cut: {left}"
+        time.sleep(0.3)
+    return time.monotonic() - begin
+
+
 def test_a_cut_link_ends_both_hosts_and_says_why(hosts, tmp_path):
     processes = [start(host, i, tmp_path) for i, host in enumerate(hosts)]
     try:
         steps = tmp_path / "run" / "steps.jsonl"
         wait_for_steps(steps, 3, processes, tmp_path)
+        assert [len(ranks_in(h)) for h in hosts] == [1, 1]
         ip("-n", hosts[1], "link", "set", "v1", "down")
-        cut = time.monotonic()
-        for process in processes:
-            assert process.wait(timeout=150) != 0
-        took = time.monotonic() - cut
+        took = wait_for_the_end(hosts, 6 * WATCHDOG_S)
     finally:
         for process in processes:
             end(process)
@@ -128,9 +148,5 @@ def test_a_cut_link_ends_both_hosts_and_says_why(hosts, tmp_path):
     done = [json.loads(x)["step"] for x in steps.read_text().splitlines()]
     assert done == list(range(len(done)))
     for rank, text in enumerate(texts):
-        # The watchdog of this rank, or gloo's own error, which names the peer's address.
-        named = re.search(rf"mdcp watchdog: rank {rank} has waited .* in step \d+", text)
-        gloo = re.search(rf"{re.escape(ADDRESSES[1 - rank])}.*", text)
-        lost = "the job's store is gone" in text
-        assert named or gloo or lost, text[-5000:]
-    assert any("mdcp watchdog: rank" in text for text in texts), texts[0][-3000:] + texts[1][-3000:]
+        said = rf"mdcp watchdog: rank {rank} has (waited|had no answer from).* in step \d+"
+        assert re.search(said, text), text[-5000:]
