@@ -11,7 +11,7 @@ import pytest
 from megatron_dcp.adapters.megatron.source_patch import read_patch
 from megatron_dcp.cli.main import main
 
-PATCHES = Path(__file__).parents[2] / "patches" / "megatron-lm"
+PATCHES = Path(__file__).parents[3] / "patches" / "megatron-lm"
 TEXT = "one\ntwo\nthree\n"
 
 

@@ -1,0 +1,207 @@
+"""The parts of the Megatron adapter that need no Megatron."""
+
+from __future__ import annotations
+
+import argparse
+import types
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dcp.adapters.megatron import standins, versions
+from megatron_dcp.adapters.megatron.flags import add_flags, read_flags, refuse_conflicts
+from megatron_dcp.adapters.megatron.patchset import Patch, PatchSet
+from megatron_dcp.adapters.megatron.samples import Splitter, check_weights
+from megatron_dcp.adapters.megatron.slots import rank_slots
+from megatron_dcp.errors import AdapterError
+from megatron_dcp.plan import CostRef, Placement, StepPlan, Topology, Workload
+
+
+def plan(
+    placements: list[Placement], ranks: int, *, lockstep: int = 1, stages: int = 1
+) -> StepPlan:
+    count = sum(len(p.samples) for p in placements)
+    return StepPlan(
+        strategy="t", algorithm="t", lockstep=lockstep, budget_bytes=1, layers=4,
+        topology=Topology(data_ranks=ranks, ranks_per_node=ranks, pipeline_stages=stages),
+        cost=CostRef(name="t", digest="0" * 16), workload=Workload(lengths=(4,) * count),
+        placements=tuple(placements), makespan_us=0, lower_bound_us=0,
+    )  # fmt: skip
+
+
+def place(slot: int, first: int, degree: int, sample: int, recompute: int = 0) -> Placement:
+    return Placement(
+        slot=slot, first_rank=first, degree=degree, samples=(sample,), recompute=recompute,
+        scheme="ring" if degree > 1 else "local",
+    )  # fmt: skip
+
+
+RAGGED = [place(0, 0, 1, 0, 2), place(1, 0, 1, 1), place(2, 0, 2, 2, 3), place(0, 2, 1, 3)]
+
+
+def indices(found: StepPlan, rank: int, group: int = 1) -> list[int | None]:
+    return [s.index for s in rank_slots(found, rank, group=group)]
+
+
+def test_async_ranks_run_their_own_placements_and_one_dummy_when_idle() -> None:
+    p = plan(RAGGED, 4)
+    assert [indices(p, r) for r in range(4)] == [[0, 2, 3], [3], [1], [None]]
+
+
+def test_pipelines_align_ranks_that_share_a_placement() -> None:
+    p = plan(RAGGED, 4, stages=2)
+    # Ranks 0 and 1 are tied in slot 2; ranks 2 and 3 are free of them and of each other.
+    assert [indices(p, r) for r in range(4)] == [[0, 2, 3], [None, None, 3], [1], [None]]
+    assert indices(p, 0, group=2) == [0, 2, 3, None]
+    assert indices(p, 3, group=2) == [None, None]
+
+
+def test_lockstep_domains_share_slots_and_recomputation() -> None:
+    p = plan(RAGGED, 4, lockstep=2)
+    first, second = rank_slots(p, 0), rank_slots(p, 1)
+    assert [s.index for s in second] == [None, None, 3]
+    assert [s.recompute for s in first] == [s.recompute for s in second] == [2, 0, 3]
+    assert [s.index for s in rank_slots(p, 3)] == [None]
+
+
+def test_domains_coupled_by_a_placement_recompute_alike() -> None:
+    p = plan([place(0, 0, 1, 0, 4), place(0, 1, 2, 1, 1)], 4, lockstep=2)
+    assert [[s.recompute for s in rank_slots(p, r)] for r in range(4)] == [[4]] * 4
+
+
+def row(length: int = 10) -> dict[str, Any]:
+    return {
+        "tokens": torch.arange(length)[None],
+        "labels": torch.arange(length)[None] + 1,
+        "loss_mask": torch.ones(1, length),
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3, 4]])[:, :length],
+        "pixels": torch.zeros(1, length, 2, 3),
+        "attention_mask": torch.zeros(1, 1, length, length),
+    }
+
+
+def lengths(splitter: Splitter, item: dict[str, Any]) -> list[int]:
+    return [len(s["tokens"]) for s in splitter.samples(item)]
+
+
+def test_rows_become_samples_and_per_token_fields_travel() -> None:
+    (sample,) = Splitter().samples(row())
+    assert {k: tuple(v.shape) for k, v in sample.items()} == {
+        "tokens": (10,), "labels": (10,), "loss_mask": (10,), "position_ids": (10,),
+        "pixels": (10, 2, 3),
+    }  # fmt: skip
+
+
+def test_documents_are_cut_where_positions_restart_or_after_the_end_token() -> None:
+    assert lengths(Splitter(split="documents", restarts=True), row()) == [3, 2, 5]
+    assert lengths(Splitter(split="documents", eod=4), row()) == [5, 5]
+    with pytest.raises(AdapterError, match="marks no documents"):
+        Splitter(split="documents").samples(row())
+
+
+def test_cu_seqlens_cut_and_their_padding_is_ignored() -> None:
+    item = {**row(), "cu_seqlens": torch.tensor([[0, 4, 10, 10, 10]], dtype=torch.int32)}
+    assert lengths(Splitter(), item) == [4, 6]
+
+
+def test_weightless_tails_are_cut_and_weightless_samples_left_out() -> None:
+    item = row()
+    item["loss_mask"][0, 6:] = 0.0
+    item["loss_mask"][0, :3] = 0.0
+    assert lengths(Splitter(), item) == [6]
+    assert lengths(Splitter(trim=False), item) == [10]
+    assert lengths(Splitter(split="documents", restarts=True), item) == [2, 1]
+
+
+def test_items_without_tokens_and_fractional_weights_are_refused() -> None:
+    with pytest.raises(AdapterError, match=r"found \['pixels'\]"):
+        Splitter().samples({"pixels": torch.zeros(1, 2)})
+    with pytest.raises(AdapterError, match="fractional"):
+        check_weights([{"tokens": torch.zeros(2), "loss_mask": torch.tensor([1.0, 0.5])}])
+
+
+def parsed(*argv: str) -> argparse.Namespace:
+    return add_flags(add_flags(argparse.ArgumentParser(allow_abbrev=False))).parse_args(argv)
+
+
+def test_flags_are_the_fields_of_the_records() -> None:
+    argv = ["--mdcp-strategy", "static:2", "--mdcp-max-tokens-per-rank", "64", "--mdcp-no-trim"]
+    planner, megatron = read_flags(parsed("--mdcp", *argv))
+    assert (planner.strategy, planner.memory_gb) == ("static:2", None)
+    assert (megatron.max_tokens_per_rank, megatron.no_trim, megatron.split) == (64, True, "auto")
+    with pytest.raises(SystemExit):
+        parsed("--mdcp-split", "lines")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("hybrid_context_parallel", True, "--mdcp and --hybrid-context-parallel are both on"),
+        ("dynamic_context_parallel", True, "--mdcp and --dynamic-context-parallel are both on"),
+        ("use_megatron_fsdp", True, "--use-megatron-fsdp"),
+        ("cuda_graph_impl", "local", "--cuda-graph-impl local"),
+        ("attention_dropout", 0.1, "--attention-dropout 0.1"),
+        ("multi_latent_attention", True, "--multi-latent-attention"),
+    ],
+)
+def test_conflicts_name_the_flag(name: str, value: Any, text: str) -> None:
+    refuse_conflicts(argparse.Namespace())
+    with pytest.raises(AdapterError, match=text):
+        refuse_conflicts(argparse.Namespace(**{name: value}))
+
+
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("trainer_of_this_test")
+    exec("def run(a, b): return a + b\nclass C:\n    def f(self, x): return x", module.__dict__)
+    monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+    return module
+
+
+def patches(*, run: tuple[str, ...] = ("a",), f: tuple[str, ...] = ("x",)) -> PatchSet:
+    return PatchSet(
+        trainer="Trainer",
+        patches=[
+            Patch(name="run", target="trainer_of_this_test:run", reason="r", parameters=run,
+                  make=lambda original: lambda a, b: original(a, b) + 1),
+            Patch(name="f", target="trainer_of_this_test:C.f", reason="r", parameters=f,
+                  make=lambda original: lambda self, x: original(self, x) * 2),
+            Patch(name="gone", target="trainer_of_this_test:gone", reason="r", optional=True,
+                  make=lambda original: original),
+        ],
+    )  # fmt: skip
+
+
+def test_patches_are_applied_and_undone(target: Any) -> None:
+    run, f = target.run, target.C.f
+    with patches().active() as applied:
+        assert target.run(1, 2) == 4
+        assert target.C().f(3) == 6
+        assert [s.line().split(": ")[1].split(";")[0] for s in applied.check()] == [
+            "applied", "applied", "not needed in this version",
+        ]  # fmt: skip
+    assert target.run is run
+    assert target.C.f is f
+
+
+def test_one_wrong_signature_leaves_everything_alone(target: Any) -> None:
+    run = target.run
+    with pytest.raises(AdapterError, match=r"looked for parameters \['y'\], found \['self', 'x'\]"):
+        patches(f=("y",)).apply()
+    assert target.run is run
+
+
+def test_a_version_outside_the_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda: "0.12.3")
+    with pytest.raises(AdapterError, match=r"0\.12\.3 is installed, tested are 0\.16"):
+        versions.require_tested()
+    assert versions.require_tested(allow_untested=True) == "0.12.3"
+
+
+def test_stand_ins_say_why_and_where_and_refuse_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len({p.name for p in standins.PIECES}) == len(standins.PIECES)
+    assert all(p.reason and p.call_sites for p in standins.PIECES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(AdapterError, match="a GPU was found"):
+        standins.install()
