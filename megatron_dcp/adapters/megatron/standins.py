@@ -291,6 +291,8 @@ _UNGUARDED = (
     "megatron.core.transformer.moe.paged_stash",
     "megatron.core.transformer.moe.ops.paged_stash",
     "megatron.core.ssm.ops.",
+    "megatron.core.transformer.custom_layers.batch_invariant_kernels",
+    "megatron.core.inference.contexts.",
 )
 
 
@@ -332,6 +334,15 @@ def _wheel_gaps(put: _Setter) -> None:
     except ImportError:
         return
     put.attribute(utils, "compile_helpers", lambda: None)
+
+
+def _fused_kernels(put: _Setter) -> None:
+    """Source trees up to 0.16 ask nvcc for its version before they build fused kernels."""
+    try:
+        from megatron.legacy import fused_kernels
+    except ImportError:
+        return
+    put.attribute(fused_kernels, "load", lambda args: None)
 
 
 PIECES: tuple[StandIn, ...] = (
@@ -411,6 +422,13 @@ PIECES: tuple[StandIn, ...] = (
         reason="device ids are passed to the process group",
         call_sites="megatron.training.initialize, utils.print_datetime",
         install=_process_group_arguments,
+    ),
+    StandIn(
+        name="fused_kernels",
+        group="training",
+        reason="kernels are built with nvcc at the start",
+        call_sites="megatron.training.initialize._compile_dependencies",
+        install=_fused_kernels,
     ),
 )
 
