@@ -1,5 +1,10 @@
 """Sphinx configuration: `sphinx-build -W docs docs/_build`. Pages are plain Markdown."""
 
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a source tree that is not installed
+
 project = "megatron-dcp"
 author = "The megatron-dcp authors"
 extensions = ["myst_parser", "sphinx.ext.autodoc"]

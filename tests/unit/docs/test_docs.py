@@ -1,0 +1,47 @@
+"""The documents: links lead somewhere, shell commands parse, tests named in tables exist."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+COMMAND = re.compile(r"^    (?:bash|mdcp|sbatch|scripts/|docker|torchrun|python) ?.*$", re.M)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_to_files_resolve(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if "://" not in target and not target.startswith("mailto:"):
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_shell_commands_parse(page):
+    text = page.read_text()
+    # An indented command goes on over the lines that end with a backslash.
+    found = [
+        m[0] for m in re.finditer(COMMAND.pattern + r"(?<!\\)", text.replace("\\\n", " "), re.M)
+    ]
+    found += re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.S)
+    for command in found:
+        done = subprocess.run(
+            [shutil.which("bash"), "-n"], input=command, text=True, capture_output=True, timeout=20
+        )
+        assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+def test_every_fault_names_a_test_that_exists():
+    named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", (ROOT / "docs/reliability.md").read_text())
+    assert len(named) > 8
+    for file, name in named:
+        assert f"def {name}(" in (ROOT / file).read_text(), (file, name)
+
+
+def test_the_readme_is_short_and_starts_with_the_two_commands():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 200
+    assert text.index("scripts/quickstart.sh") < text.index("scripts/test.sh")
