@@ -202,7 +202,11 @@ def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
     if planned:
         strategy = case.get("strategy") or register_mix()
         dcp = MegatronDcp(
-            planner=PlannerConfig(strategy=strategy, memory_gb=case.get("memory_gb", 64.0)),
+            planner=PlannerConfig(
+                strategy=strategy,
+                memory_gb=case.get("memory_gb", 64.0),
+                oversize=case.get("oversize", "error"),
+            ),
             megatron=MegatronConfig(**case.get("options", {})),
         )
         schedule = dcp.wrap(schedule)

@@ -117,6 +117,11 @@ class MegatronDcp:
         """Once: groups, cost profile, and the model settings that a plan needs."""
         if self._domain is not None:
             return
+        if self.planner.oversize != "error":
+            raise AdapterError(
+                f"--mdcp-oversize {self.planner.oversize} was asked; under Megatron a sample that "
+                "fits no rank is always an error. Cut or leave out such samples in the data set"
+            )
         from megatron.core.utils import get_model_config
 
         configs = [get_model_config(chunk) for chunk in chunks]
