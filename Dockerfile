@@ -34,6 +34,7 @@ WORKDIR /opt/megatron-dcp
 COPY setup.py pyproject.toml constraints.txt README.md LICENSE ./
 COPY csrc ./csrc
 COPY megatron_dcp ./megatron_dcp
+COPY patches ./patches
 COPY scripts ./scripts
 COPY examples ./examples
 ENV SETUPTOOLS_SCM_PRETEND_VERSION=0.1.0

@@ -36,7 +36,7 @@ class TrainOptions:
     max_length: int = 8192
     """Longer samples are cut to this many tokens; how many were is printed."""
 
-    global_batch: int = 32
+    global_batch: int = 16
     """Samples per optimizer step."""
 
     steps: int = 1
