@@ -44,6 +44,9 @@ def draw_step(plan: StepPlan, events: Sequence[Event], path: str | Path, title: 
         _measured(axes[1][0], events, colours, ranks)
     axes[-1][0].set_xlabel("time from the start of the step (ms)")
     handles = [Patch(color=c, label=f"degree {d}") for d, c in colours.items()]
+    if any(p.recompute for p in plan.placements):
+        handles.append(Patch(facecolor="white", hatch="xx", edgecolor="#888888",
+                             label="recomputes"))  # fmt: skip
     if events:
         handles += [
             Patch(facecolor=_COMM, label="communication"),
