@@ -25,7 +25,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-COLLECTIVE_TIMEOUT_S = 90
+COLLECTIVE_TIMEOUT_S = 200
 
 
 class WorkerError(Exception):
