@@ -11,6 +11,7 @@ ones. Nothing is left running after `close`.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -40,10 +41,12 @@ class WorkerPool:
         *,
         limit: int = 8,
         timeout_s: float = 150.0,
+        fresh_world: bool = False,
         python: str | None = None,
         extra_path: str = "",
     ) -> None:
         self.limit, self.timeout_s, self._extra_path = limit, timeout_s, extra_path
+        self._fresh_world = fresh_world
         self.python = python or sys.executable
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._epoch = self._ranks = 0  # each change of the number of ranks makes a new world
@@ -59,7 +62,7 @@ class WorkerPool:
         if not 1 <= ranks <= self.limit:
             raise ValueError(f"{ranks} ranks asked, this pool has at most {self.limit}")
         self._start(ranks)
-        if ranks != self._ranks:
+        if ranks != self._ranks or self._fresh_world:
             self._ranks, self._epoch = ranks, self._epoch + 1
         order = {"ranks": ranks, "epoch": self._epoch, "target": target, "kwargs": kwargs}
         message = json.dumps(order).encode()
@@ -143,6 +146,7 @@ def _enter_world(rank: int, ranks: int, store: Any, epoch: int) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
+        gc.collect()  # groups that only cycles still hold keep their threads otherwise
         dist.destroy_process_group()
     dist.init_process_group(
         "gloo",

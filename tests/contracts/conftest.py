@@ -35,17 +35,19 @@ def pools(pool2: WorkerPool, pool4: WorkerPool) -> dict[int, WorkerPool]:
     return {2: pool2, 4: pool4}
 
 
-@pytest.fixture(scope="session")
+# Megatron drops its process groups without destroying them, and every gloo group keeps threads that
+# poll: a new world for each run ends them, and the pools end with their module.
+@pytest.fixture(scope="module")
 def megatron_pool() -> Iterator[WorkerPool]:
     """Workers on the ordinary environment's megatron-core (0.16.1)."""
-    workers = WorkerPool(limit=4, timeout_s=280.0)
+    workers = WorkerPool(limit=4, timeout_s=280.0, fresh_world=True)
     yield workers
     workers.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def own_megatron_pool() -> Iterator[WorkerPool]:
     """Workers on the venv with the second megatron-core (0.19.2)."""
-    workers = WorkerPool(limit=4, timeout_s=280.0, python=own_python())
+    workers = WorkerPool(limit=4, timeout_s=280.0, fresh_world=True, python=own_python())
     yield workers
     workers.close()
