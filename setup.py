@@ -145,7 +145,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["megatron_dcp", "megatron_dcp.*"]),
     package_data={"megatron_dcp": ["py.typed", "*.pyi", "*/presets/*.json"]},
     install_requires=[

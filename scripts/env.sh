@@ -30,13 +30,13 @@ mdcp_packages() {
 
 mdcp_find_python() {
   local candidate
-  for candidate in "${MDCP_PYTHON:-}" python3.11 python3.12 python3.13 python3.10 python3; do
-    if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2])'; then
+  for candidate in "${MDCP_PYTHON:-}" python3.11 python3.12 python3.13 python3; do
+    if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2])'; then
       command -v "$candidate"
       return
     fi
   done
-  mdcp_die "no Python >= 3.10 found; install one (Debian, Ubuntu: python3 python3-venv python3-dev)"
+  mdcp_die "no Python >= 3.11 found; install one (Debian, Ubuntu: python3 python3-venv python3-dev)"
 }
 
 mdcp_check_system() {

@@ -10,7 +10,7 @@ is checked by `megatron_dcp.plan.check`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -229,8 +229,3 @@ def lockstep_ranks(value: int | str, topology: Topology) -> int:
             f"lockstep: domains of {ranks} ranks do not tile {n} data ranks; use a divisor of {n}"
         )
     return ranks
-
-
-def samples_seen(placements: Iterable[Placement]) -> list[int]:
-    """All sample ids of some placements, ascending, repeats kept."""
-    return sorted(i for p in placements for i in p.samples)

@@ -109,11 +109,6 @@ def wrapped_layers(model: nn.Module, kind: str = "layers") -> int:
     return sum(getattr(m, _KIND, None) == kind for m in model.modules())
 
 
-def is_wrapped(model: nn.Module) -> bool:
-    """Whether any layer of a model follows the plan's recomputation."""
-    return any(hasattr(m, _INDEX) for m in model.modules())
-
-
 def check_recompute(model: nn.Module, plan: StepPlan) -> None:
     """Refuse a plan that recomputes what the model cannot: its memory promise would be broken.
 
