@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "planner/radix.h"
+
 namespace mdcp {
 
 namespace {
@@ -17,12 +19,14 @@ std::vector<Item> distinct(const Table& table) {
   const std::vector<Pack>& all = table.request().samples;
   std::vector<int> order(all.size());
   for (size_t j = 0; j < order.size(); ++j) order[j] = int(j);
-  std::sort(order.begin(), order.end(), [&](int i, int j) {
-    const Pack &a = all[i], &b = all[j];
-    if (a.tokens != b.tokens) return a.tokens > b.tokens;
-    if (a.pairs != b.pairs) return a.pairs > b.pairs;
-    return a.pairs2 != b.pairs2 ? a.pairs2 > b.pairs2 : i < j;
-  });
+  // By tokens, then pairs, then pairs2, then id; only a grid has pairs that tokens do not decide.
+  const bool grid = table.request().profile.pairs == Pairs::grid;
+  std::vector<i64> key(all.size());
+  for (i64 Pack::* field : {&Pack::pairs2, &Pack::pairs, &Pack::tokens}) {
+    if (!grid && field != &Pack::tokens) continue;
+    for (size_t j = 0; j < all.size(); ++j) key[j] = all[j].*field;
+    sort_falling(key, &order);
+  }
   std::vector<Item> out;
   const double none = std::numeric_limits<double>::infinity();
   for (int j : order) {

@@ -81,15 +81,23 @@ int block_speed(const Request& request, int first, int degree) {
 void pack_block(const Table& table, const Block& block, std::vector<Placement>* out) {
   const std::vector<Pack>& samples = table.request().samples;
   const int d = block.degree;
+  i64 cap = 0, tokens = 0;
+  for (int m = 0; m < int(table.modes(d).size()); ++m) cap = std::max(cap, table.cap(d, m, 0));
+  for (int j : block.samples) tokens += samples[j].tokens;
+  if (tokens <= cap || block.samples.size() == 1) {  // one pack
+    Placement p;
+    price(table, block.first, d, -1, block.samples, &p);
+    out->push_back(std::move(p));
+    return;
+  }
   std::vector<int> order = block.samples;
   std::sort(order.begin(), order.end(), [&](int a, int b) {
     return samples[a].tokens != samples[b].tokens ? samples[a].tokens > samples[b].tokens : a < b;
   });
-  i64 cap = 0;
-  for (int m = 0; m < int(table.modes(d).size()); ++m) cap = std::max(cap, table.cap(d, m, 0));
   std::vector<Placement> best, other;
   i64 total = price_all(table, block, first_fit(table, order, cap), &best);
   while (best.size() > 1 && table.request().recompute) {
+    if (d == 1 && !table.fewer_may_win(tokens, int(best.size()))) break;
     const i64 t = price_all(table, block, spread(table, order, best.size() - 1), &other);
     if (t < 0 || t >= total) break;
     total = t;
@@ -137,10 +145,15 @@ void close_plan(const Table& table, Plan* plan) {
       p.slot = slot;
     }
   }
-  std::sort(all.begin(), all.end(), [](const Placement& a, const Placement& b) {
-    if (a.slot != b.slot) return a.slot < b.slot;
-    return a.first != b.first ? a.first < b.first : a.degree > b.degree;
-  });
+  // Blocks of a slot are disjoint: (slot, first) decides.
+  std::vector<std::pair<i64, int>> order;
+  for (const Placement& p : all)
+    order.push_back({i64(p.slot) * q.ranks + p.first, int(order.size())});
+  std::sort(order.begin(), order.end());
+  std::vector<Placement> sorted;
+  sorted.reserve(all.size());
+  for (const auto& [key, k] : order) sorted.push_back(std::move(all[k]));
+  all.swap(sorted);
   plan->makespan_us = replay(q, all);
 }
 

@@ -8,7 +8,7 @@ namespace mdcp {
 
 namespace {
 
-constexpr int kPartners = 3;  // fastest ranks looked at per step
+constexpr int kPartners = 24;  // fastest ranks looked at per step
 
 }  // namespace
 

@@ -72,6 +72,7 @@ class Search {
   std::vector<Window> windows(Family family, int degree, const std::vector<i64>& load) const;
   void fill_gaps(const Candidate& candidate, const std::vector<Gap>& gaps, std::vector<int>* small,
                  Layout* out) const;
+  template <class Key>
   void place_small(const std::vector<int>& small, Layout* out) const;
   i64 scaled(i64 us, int first, int degree) const;
   i64 singles_us(const std::vector<int>& samples, int rank) const;

@@ -1,7 +1,6 @@
 #include "planner/shelves.h"
 
 #include <algorithm>
-#include <cmath>
 #include <queue>
 
 #include "planner/search.h"
@@ -12,8 +11,6 @@ namespace {
 
 constexpr int kMaxShelves = 4096;
 constexpr int kSetAside = 8;  // ranks out of tokens that one sample may pass over
-
-i64 rounded(double us) { return i64(std::floor(us + 0.5)); }
 
 }  // namespace
 

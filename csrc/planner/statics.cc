@@ -148,15 +148,14 @@ void try_degree(const Table& table, int degree, Plan* best) {
 }
 
 // What a static plan of this degree takes at least: spares the work where it cannot win.
-i64 at_least(const Table& table, int degree, const Pack& longest) {
+i64 at_least(const Table& table, int degree, const Pack& longest, double area, double tokens) {
   const Request& q = table.request();
   int mode, r, fast = kNominalSpeed;
-  double area = 0.0, speed = q.speed.empty() ? q.ranks : 0.0;
-  for (size_t j = 0; j < q.samples.size(); ++j)
-    area += table.area(int(j)) + double(q.samples[j].tokens) * table.wire(degree);
+  double speed = q.speed.empty() ? q.ranks : 0.0;
   for (int s : q.speed) speed += double(s) / kNominalSpeed, fast = std::max(fast, s);
   const i64 alone = table.best_mode(longest, degree, -1, &mode, &r) * kNominalSpeed / fast - 1;
-  return std::max(alone, i64(area / speed * (1.0 - 1e-9)) - i64(q.samples.size()));
+  const double least = (area + tokens * table.wire(degree)) / speed * (1.0 - 1e-9);
+  return std::max(alone, i64(least) - i64(q.samples.size()));
 }
 
 }  // namespace
@@ -166,10 +165,16 @@ void static_fallback(const Table& table, Plan* best) {
   const Pack longest =
       *std::max_element(samples.begin(), samples.end(),
                         [](const Pack& a, const Pack& b) { return a.tokens < b.tokens; });
+  double area = 0.0, tokens = 0.0;
+  for (size_t j = 0; j < samples.size(); ++j) {
+    area += table.area(int(j));
+    tokens += double(samples[j].tokens);
+  }
   int mode, r;
   for (int degree : ladder(table.request())) {
     if (table.best_mode(longest, degree, -1, &mode, &r) < 0) continue;
-    if (!best->placements.empty() && at_least(table, degree, longest) >= best->makespan_us)
+    if (!best->placements.empty() &&
+        at_least(table, degree, longest, area, tokens) >= best->makespan_us)
       continue;
     try_degree(table, degree, best);
   }

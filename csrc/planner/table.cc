@@ -51,7 +51,8 @@ Table::Table(const Request& request) : request_(request), cost_(request) {
   }
   least_per_token_ = *std::min_element(per_token_.begin(), per_token_.end());
   for (const Pack& s : request.samples) {
-    const double attention = cost_.parts(s, 1, {Scheme::local, 1}, 0).attention;
+    single_.push_back(cost_.parts(s, 1, {Scheme::local, 1}, 0));
+    const double attention = single_.back().attention;
     area_.push_back(attention + p.linear_us * double(s.tokens) / cost_.stages());
     floor_.push_back(double(s.tokens) * least_per_token_ + attention);
   }
@@ -177,6 +178,17 @@ i64 Table::best_mode(const Pack& pack, int degree, int exact, int* mode, int* r)
   return best;
 }
 
+// The fullest of the fewer packs recomputes at least what its share of the tokens needs.
+bool Table::fewer_may_win(i64 tokens, int packs) const {
+  const i64 share = (tokens + packs - 2) / (packs - 1);
+  const int r = least_recompute(share, 1, 0);
+  if (r < 0) return false;
+  const Profile& p = cost_.profile();
+  const double again = p.again_linear * (double(r) / cost_.layers());
+  const double open = cost_.parts({}, 1, {Scheme::local, 1}, 0).sum() + cost_.overhead();
+  return p.linear_us * double(share) / cost_.stages() * again <= open + packs + 1.0;
+}
+
 // Refuses batches whose pair counts or times would leave 64 bits.
 void Table::check_size() const {
   double pairs = 0.0, us = 0.0, tokens = 0.0;
@@ -184,8 +196,10 @@ void Table::check_size() const {
     tokens += double(s.tokens);
     pairs += double(s.pairs) + double(s.pairs2);
   }
-  for (const Pack& s : request_.samples)
-    us += cost_.parts(s, 1, {Scheme::local, 1}, cost_.layers()).sum() + cost_.overhead();
+  const double linear = 1.0 + cost_.profile().again_linear;
+  const double attention = 1.0 + cost_.profile().again_attention;
+  for (const Parts& t : single_)
+    us += t.linear * linear + t.attention * attention + cost_.overhead();
   const double slowest = request_.speed.empty() ? kNominalSpeed : 1;
   if (pairs * 2.0 < kLargest && us * 4.0 * kNominalSpeed / slowest < kLargest && us == us) return;
   throw PlanFailure("the global batch of " + std::to_string(request_.samples.size()) +
@@ -203,8 +217,12 @@ i64 Table::most_tokens() const {
 
 void Table::require_feasible() const {
   const int layers = request_.recompute ? cost_.layers() : 0;
-  const i64 most = most_tokens();
   check_size();
+  i64 longest = 0;
+  for (const Pack& s : request_.samples) longest = std::max(longest, s.tokens);
+  for (int m = 0; m < int(modes_.back().size()); ++m)
+    if (longest <= cap(degrees_.back(), m, layers)) return;
+  const i64 most = most_tokens();
   for (size_t j = 0; j < request_.samples.size(); ++j) {
     const i64 tokens = request_.samples[j].tokens;
     if (tokens <= most) continue;

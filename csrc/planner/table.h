@@ -40,6 +40,9 @@ class Table {
   // Fastest mode of a whole pack on a degree: with exactly `exact` recomputed layers, or (-1) each
   // mode with the least that fits. Returns the time in us at nominal speed, -1: it does not fit.
   i64 best_mode(const Pack& pack, int degree, int exact, int* mode, int* r) const;
+  // False when `packs` packs on one rank, none recomputed, are surely no slower than one pack
+  // fewer.
+  bool fewer_may_win(i64 tokens, int packs) const;
   // Throws PlanFailure when a sample fits nowhere.
   void require_feasible() const;
   // Tokens of the longest sample that fits on some block.
@@ -50,6 +53,8 @@ class Table {
   const std::vector<Mode>& modes(int degree) const { return modes_[index(degree)]; }
   const Request& request() const { return request_; }
   const Cost& cost() const { return cost_; }
+  // The sample alone on one rank, without recompute.
+  const Parts& single(int sample) const { return single_[sample]; }
   // Rank-us of linear and attention work on one rank, without recompute.
   double area(int sample) const { return area_[sample]; }
   // Least wire rank-us per token on this degree.
@@ -73,6 +78,7 @@ class Table {
   std::vector<std::vector<Mode>> modes_;    // per degree
   std::vector<std::vector<double>> wires_;  // per degree and mode: unhidden rank-us per token
   std::vector<double> wire_;                // per degree: the least of them
+  std::vector<Parts> single_;               // per sample
   std::vector<double> area_, floor_;        // per sample: rank-us; with amortised overhead
   std::vector<double> suffix_;              // least wire rank-us per token from this degree on
   std::vector<double> per_token_;           // amortised linear + overhead per token, per recompute

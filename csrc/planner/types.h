@@ -1,6 +1,7 @@
 // What a plan is a function of, and what the planner returns. No torch, no Python.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -83,5 +84,7 @@ struct Plan {
 };
 
 constexpr int kNominalSpeed = 1000;
+
+inline i64 rounded(double us) { return i64(std::floor(us + 0.5)); }
 
 }  // namespace mdcp

@@ -17,7 +17,7 @@ EFFORT = 18000
 SMALL_BATCH = 2048
 MOST_NARROWED = 64
 FINE_SHARE = 1000
-PARTNERS = 3
+PARTNERS = 24
 FILL_GAP = 16
 NEVER = 2**63 - 1
 
@@ -221,15 +221,21 @@ class Search:
             empty = self.table.opening(d, mode)
             while c.target > end:
                 taken = -1
-                for i in range(bisect_left(falling, -(c.target - end) * d), len(small)):
+                i = bisect_left(falling, -(c.target - end) * d)
+                while i < len(small):
                     s = self.table.samples[small[i]]
                     if used[i] or s.tokens > room:
+                        i += 1
                         continue
                     t = rounded(self.table.alone(s, d, mode, 0)[0] + self.table.overhead) - empty
                     t = self.scaled(t, first, d)
                     if end + t <= c.target:
                         taken = i
                         break
+                    # Too long: look on where samples are shorter by as much.
+                    share = float(c.target - end) / float(t)
+                    most = int(share * float(self.time1[small[i]]))
+                    i = max(i + 1, bisect_left(falling, -most))
                 if taken < 0:
                     break
                 end += t
