@@ -48,7 +48,7 @@ class Proposal:
         return (
             f"cost refit proposed: {self.profile.name}, mean error {self.error_before:.1%} -> "
             f"{self.error_after:.1%} over {self.observations} microbatches; adopted only at a "
-            "checkpoint, when refit is on"
+            "checkpoint"
         )
 
 
@@ -151,10 +151,10 @@ class OnlineRefit:
             observations=self.observations,
         )
 
-    def adopt(self, proposal: Proposal) -> OnlineRefit:
-        """Go on with the proposal's profile; call at a checkpoint and nowhere else."""
+    def adopt(self, profile: CostProfile) -> OnlineRefit:
+        """Go on with a proposal's profile; call at a checkpoint and nowhere else."""
         return OnlineRefit(
-            cost=replace(self.cost, profile=proposal.profile),
+            cost=replace(self.cost, profile=profile),
             forgetting=self.forgetting,
             prior=self.prior,
             outlier=self.outlier,

@@ -1,4 +1,4 @@
-"""Reading a run directory: summary, plans, and events grouped into measured steps."""
+"""A run directory: its plan files; reading summary, plans and events as measured steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_dcp.errors import ConfigError
 from megatron_dcp.observe.events import Event, read_events
 from megatron_dcp.observe.shares import Shares, step_shares
 from megatron_dcp.observe.summary import load_summary
-from megatron_dcp.plan import StepPlan, load
+from megatron_dcp.plan import StepPlan, dumps, load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,18 @@ class Run:
 
     def steps_of(self, strategy: str) -> list[MeasuredStep]:
         return [s for s in self.steps if s.strategy == strategy]
+
+
+def write_plan(run: Path, plan: StepPlan, *, keep: int | None = None) -> Path:
+    """Write `<run>/plans/STRATEGY-stepNNNNN.json`; keep: only the last so many steps' stay."""
+    folder = run / "plans"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = plan.strategy.replace(":", "-")
+    path = folder / f"{name}-step{plan.step:05d}.json"
+    path.write_text(dumps(plan) + "\n")
+    if keep is not None:
+        (folder / f"{name}-step{plan.step - keep:05d}.json").unlink(missing_ok=True)
+    return path
 
 
 def read_run(path: str | Path) -> Run:

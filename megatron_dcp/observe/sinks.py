@@ -138,13 +138,18 @@ class WandbSink:
         self._run.finish()
 
 
+def check_sinks(names: Sequence[str]) -> None:
+    """Refuse names that are no sink."""
+    unknown = sorted(set(names) - set(SINKS))
+    if unknown:
+        raise ConfigError(f"metrics sinks {unknown}: known are {', '.join(SINKS)}")
+
+
 def open_sinks(
     names: Sequence[str], run: Path, config: Mapping[str, Any], *, every: int = 10
 ) -> list[Sink]:
     """Open sinks by name; files go under the run directory."""
-    unknown = sorted(set(names) - set(SINKS))
-    if unknown:
-        raise ConfigError(f"metrics sinks {unknown}: known are {', '.join(SINKS)}")
+    check_sinks(names)
     opened: list[Sink] = []
     for name in names:
         if name == "console":

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcp.errors import ConfigError
+from megatron_dcp.observe.shares import Shares
+from megatron_dcp.plan import StepPlan
 
 SCHEMA = "mdcp.run/1"
 
@@ -30,6 +32,22 @@ class StepRecord:
     idle: float
     comm: float
     loss: float | None = None
+
+    @classmethod
+    def of(
+        cls, plan: StepPlan, shares: Shares, *, loss: float | None, repeat: int = 0,
+        tail_us: float = 0.0,
+    ) -> StepRecord:  # fmt: skip
+        """A measured step. tail_us: what is expected to follow the makespan, us."""
+        return cls(
+            repeat=repeat,
+            tokens=plan.workload.tokens,
+            step_s=shares.step_s,
+            predicted_s=(plan.makespan_us + tail_us) / 1e6,
+            idle=shares.idle,
+            comm=shares.comm,
+            loss=loss,
+        )
 
 
 @dataclass(slots=True)

@@ -89,7 +89,21 @@ def load_checkpoint(
     *,
     allow_previous: bool = False,
 ) -> int | None:
-    """Load the newest checkpoint of a folder; returns its step, or None when there is none.
+    """Load the newest checkpoint of a folder; returns its step, or None when there is none."""
+    found = newest_checkpoint(directory, allow_previous=allow_previous)
+    if found is None:
+        return None
+    folder, body = found
+    engine.load_state_dict(body["engine"])
+    loader.load_state_dict(body["loader"])
+    _restore(engine, folder, body)
+    return int(body["step"])
+
+
+def newest_checkpoint(
+    directory: str | Path, *, allow_previous: bool = False
+) -> tuple[Path, dict[str, Any]] | None:
+    """The folder that a resumed run goes on from and what its `state.json` says, digests checked.
 
     A damaged newest checkpoint is refused by name; with `allow_previous` the one before is taken,
     which must be asked for because it repeats steps.
@@ -97,7 +111,7 @@ def load_checkpoint(
     folders = sorted(whole_checkpoints(directory), reverse=True)
     for folder in folders:
         try:
-            body = _verified(folder)
+            return folder, _verified(folder)
         except CheckpointError as error:
             if allow_previous and folder != folders[-1]:
                 continue
@@ -105,10 +119,6 @@ def load_checkpoint(
                 f"{error}. To go on from the checkpoint before it and repeat the steps since, "
                 "allow it (allow_previous=True, --allow-previous)"
             ) from error
-        engine.load_state_dict(body["engine"])
-        loader.load_state_dict(body["loader"])
-        _restore(engine, folder, body)
-        return int(body["step"])
     return None
 
 

@@ -150,8 +150,17 @@ class Engine:
     def _strategy_plan(self, request: PlanRequest) -> StepPlan:
         return make_plan(request, self.planner.strategy)
 
+    def use_cost(self, profile: CostProfile) -> None:
+        """Plan with another cost profile from now on; the same one on every rank.
+
+        A loader takes it when it is iterated again, so leave the loop over it first: steps that
+        are already planned ahead keep the old one.
+        """
+        self.profile = profile
+
     @property
     def settings(self) -> PlanSettings:
+        """What the plans of this engine's loaders depend on, besides lengths."""
         gigabytes = self.planner.memory_gb
         budget = self.profile.budget_bytes if gigabytes is None else int(gigabytes * 1e9)
         return PlanSettings(

@@ -63,6 +63,7 @@ class StepLoader:
         executor = ThreadPoolExecutor(1, "mdcp-plan") if self.plan_ahead else None
         ahead: deque[Future[Prepared]] = deque()
         following = self.position
+        self.preparer.settings = self.engine.settings  # the cost profile may have been replaced
         try:
             while self.position < self.steps:
                 if executor is not None:

@@ -1,21 +1,25 @@
 """Watching the cost profile while training: measured microbatches feed an online refit.
 
     watch = RefitWatch(engine)               # nothing happens unless you make one
-    for step in loader:
-        ...
-        step.finish()
-        metrics |= watch.after_step(step)    # before engine.take_events()
-    ...
-    watch.at_checkpoint(folder)              # writes the proposal, if there is one
+    while loader.position < len(loader):
+        for step in loader:
+            ...
+            step.finish()
+            metrics |= watch.after_step(step)            # before engine.take_events()
+            if time_for_a_checkpoint and watch.at_checkpoint(folder):
+                break                                    # go on with the new profile
+        save_checkpoint(engine, loader, folder)
 
-The engine goes on with its profile: plans are a function of it, and steps are planned ahead. A
-proposal is logged when it is first made and written at a checkpoint as `cost-<digest>.json`, a new
-profile version; a run that starts or resumes with that file uses it. All ranks feed the same
-numbers (the slowest rank of each placement), so all hold the same proposal.
+Plans are a function of the profile, and steps are planned ahead, so a profile is replaced at a
+checkpoint and nowhere else. A proposal is logged when it is first made; at the checkpoint it is
+written as `cost-<digest>.json`, a new profile version, and the engine goes on with it: the
+checkpoint names its digest, and a run that resumes loads that file. All ranks feed the same numbers
+(the slowest rank of each placement) and take the profile of rank 0.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +27,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from megatron_dcp.cost import CostModel, dumps
+from megatron_dcp.cost import CostModel, dumps, from_object
 from megatron_dcp.cost.online import OnlineRefit, Proposal
+from megatron_dcp.dist import gather_bytes
 from megatron_dcp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,14 +77,23 @@ class RefitWatch:
         return {i: t for i, t in enumerate(times.tolist()) if t > 0}
 
     def at_checkpoint(self, folder: str | Path) -> Path | None:
-        """Write the present proposal beside a checkpoint (rank 0); its path, or None."""
-        if self.proposal is None:
+        """Adopt the present proposal: write it as `folder/cost-<digest>.json` and use it.
+
+        Returns the file's path, or None where there is no proposal. Call it before the checkpoint
+        is written, and iterate the loader anew where it returned a path. Collective.
+        """
+        world, found = self.engine.world, self.proposal
+        mine = dumps(found.profile) if found is not None else ""
+        text = gather_bytes(world, mine.encode())[0].decode()
+        if not text:
             return None
-        profile = self.proposal.profile
+        profile = from_object(json.loads(text))
         path = Path(folder) / f"cost-{profile.ref.digest}.json"
-        if self.engine.world.rank == 0:
+        if world.rank == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(dumps(profile))
-            log.info("cost refit written to %s; start or resume with cost=%r to use it",
-                     path, str(path))  # fmt: skip
+            path.write_text(text)
+            log.info("cost refit adopted: %s, %s", profile.name, path)
+        gather_bytes(world, b"")  # nobody reads the file before it is there
+        self.engine.use_cost(profile)
+        self.refit, self.proposal = self.refit.adopt(profile), None
         return path

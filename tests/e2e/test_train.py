@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from megatron_dcp.cli.main import main
+from megatron_dcp.cost import CostProfile, Link, ModelShape, digest, dumps
+from megatron_dcp.cost.profile import Overhead
 from megatron_dcp.observe.events import read_events
 from megatron_dcp.observe.summary import load_summary
 from megatron_dcp.plan import check_plan, load
@@ -84,17 +87,59 @@ def test_plans_events_and_figures_are_there(run):
     [
         (["--strategies", "magic"], "unknown strategy 'magic'"),
         (["--max-length", "0"], "--max-length must be at least 1"),
+        (["--train-steps", "2", "--metrics", "mlflow"], "known are console, tensorboard, wandb"),
+        (["--refit"], "belong to --train-steps"),
         (["--scale-model", "7b-node", "--link-mbytes-per-s", "3"], "pass one"),
     ],
 )
-def test_bad_options_end_with_their_reason_and_write_nothing(tmp_path, options, text):
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_dcp", "train", "--out", "run", *options],
-        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert text in done.stderr
+def test_bad_options_end_with_their_reason_and_write_nothing(
+    tmp_path, monkeypatch, capsys, options, text
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--out", "run", *options]) == 2
+    assert text in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def guessed_profile():
+    """Of the reference GPT, far too slow, with room for 700 tokens: many placements a step."""
+    return CostProfile(
+        name="guess",
+        model=ModelShape(layers=4, heads=4, kv_heads=2, head_dim=32, hidden=128, vocab=256,
+                         element_bytes=4),
+        linear_us_per_token=2000.0,
+        attn_us_per_pair=1.0,
+        overhead_us=Overhead(async_=9000.0),
+        links=(Link(max_degree=2, us_per_byte=0.01, latency_us=50.0),),
+        kept_bytes_per_token_layer=1000,
+        checkpoint_bytes_per_token_layer=100,
+        budget_bytes=4 * 1000 * 700,
+    )  # fmt: skip
+
+
+def test_a_long_run_shows_its_metrics_and_adopts_a_refit_at_a_checkpoint(tmp_path, capsys):
+    (tmp_path / "guess.json").write_text(dumps(guessed_profile()))
+    common = ["--metrics", "console,tensorboard", "--metrics-every", "4", "--refit", "--cost",
+              "guess.json", "--max-length", "600", "--global-batch", "8", "--strategies", "static",
+              "--checkpoint-every", "8", "--out", "run"]  # fmt: skip
+    first = mdcp_train(tmp_path, "--train-steps", "12", *common)
+    assert first.returncode == 0, first.stderr[-4000:]
+    assert first.stderr.count("tokens/s") == 3  # a table every four steps
+    run = tmp_path / "run"
+    adopted = {p.stem.removeprefix("cost-") for p in run.glob("cost-*.json")}
+    assert "step-00000008, from here on with run/cost-" in first.stderr
+    digests = [load(p).cost.digest for p in sorted((run / "plans").glob("*.json"))]
+    assert len(digests) == 12
+    assert digests[:8] == [digest(guessed_profile())] * 8
+    assert set(digests[8:]) <= adopted
+    again = mdcp_train(tmp_path, "--train-steps", "14", "--resume", *common)
+    assert again.returncode == 0, again.stderr[-4000:]
+    assert "resumed after 12 steps" in again.stderr
+    last = json.loads((run / "checkpoints/step-00000014/state.json").read_text())
+    assert last["body"]["engine"]["cost"]["digest"] in {p.stem[5:] for p in run.glob("cost-*")}
+    assert list((run / "tensorboard").iterdir())
+    assert main(["report", str(run)]) == 0
+    assert "2 steps of static" in capsys.readouterr().err
 
 
 def test_virtual_ranks(tmp_path):

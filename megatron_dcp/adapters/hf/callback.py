@@ -18,9 +18,9 @@ from transformers import TrainerCallback
 from megatron_dcp.dist import gather_bytes
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.observe.events import EventWriter
+from megatron_dcp.observe.run_dir import write_plan
 from megatron_dcp.observe.shares import step_shares
 from megatron_dcp.observe.summary import RunSummary, StepRecord
-from megatron_dcp.plan import dumps
 
 
 class MdcpCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships no types for it
@@ -53,14 +53,7 @@ class MdcpCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         self._writer.write(events, strategy=strategy)
         self._kept.append((step, events))
         if engine.world.rank == 0:
-            self._write_plan(strategy.replace(":", "-"), step.plan)
-
-    def _write_plan(self, name: str, plan: Any) -> None:
-        folder = self.run / "plans"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}-step{plan.step:05d}.json").write_text(dumps(plan) + "\n")
-        old = folder / f"{name}-step{plan.step - self.keep:05d}.json"
-        old.unlink(missing_ok=True)
+            write_plan(self.run, step.plan, keep=self.keep)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gather the kept steps' events and write the summary. Collective."""
@@ -79,18 +72,7 @@ class MdcpCallback(TrainerCallback):  # type: ignore[misc]  # transformers ships
         for step, _ in self._kept:
             measured = shares.get(step.index)
             if measured is not None:
-                summary.add(engine.planner.strategy, _record(step, measured))
+                record = StepRecord.of(step.plan, measured, loss=step.loss)
+                summary.add(engine.planner.strategy, record)
         if summary.records:
             summary.write(self.run)
-
-
-def _record(step: Any, measured: Any) -> StepRecord:
-    return StepRecord(
-        repeat=0,
-        tokens=step.tokens,
-        step_s=measured.step_s,
-        predicted_s=step.plan.makespan_us / 1e6,
-        idle=measured.idle,
-        comm=measured.comm,
-        loss=step.loss,
-    )

@@ -24,10 +24,11 @@ from megatron_dcp.cost import dumps as dump_profile
 from megatron_dcp.data.stdlib import TextCorpus
 from megatron_dcp.dist import DataWorld, LinkPacer, gather_bytes
 from megatron_dcp.observe.events import EventWriter
+from megatron_dcp.observe.run_dir import write_plan
 from megatron_dcp.observe.shares import step_shares
 from megatron_dcp.observe.summary import RunSummary, StepRecord
 from megatron_dcp.observe.timeline import draw_step
-from megatron_dcp.plan import StepPlan, dumps
+from megatron_dcp.plan import StepPlan
 
 
 @dataclass(slots=True)
@@ -78,13 +79,12 @@ def compare(
                 writer.write(events, strategy=runner.name)
                 everyone = _gather(world, events)
                 shares = step_shares(everyone)[step.index]
-                predicted = step.plan.makespan_us + runner.tail_us
-                summary.add(runner.name, StepRecord(
-                    repeat=repeat, tokens=step.tokens, step_s=shares.step_s,
-                    predicted_s=predicted / 1e6, idle=shares.idle, comm=shares.comm, loss=loss,
-                ))  # fmt: skip
+                record = StepRecord.of(
+                    step.plan, shares, loss=loss, repeat=repeat, tail_us=runner.tail_us
+                )
+                summary.add(runner.name, record)
                 if world.rank == 0:
-                    _write_plan(out, runner.name, step.plan)
+                    write_plan(out, step.plan)
                     drawn[runner.name] = (step.plan, everyone)
             say(f"repeat {repeat + 1}/{options.repeats}: {runner.name}")
     writer.close()
@@ -94,7 +94,7 @@ def compare(
         summary.write(out)
         for name, (plan, events) in drawn.items():
             title = f"{name}, step {plan.step}: planned above, measured below ({what})"
-            file = "timeline.png" if name == "dcp" else f"timeline-{_slug(name)}.png"
+            file = "timeline.png" if name == "dcp" else f"timeline-{name.replace(':', '-')}.png"
             draw_step(plan, events, out / file, title)
     world.close()
     return summary
@@ -138,16 +138,6 @@ def _warm_up(world: DataWorld, runner: _Runner) -> None:
 def _gather(world: DataWorld, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Events of all ranks, on every rank."""
     return [e for b in gather_bytes(world, json.dumps(events).encode()) for e in json.loads(b)]
-
-
-def _slug(strategy: str) -> str:
-    return strategy.replace(":", "-")
-
-
-def _write_plan(out: Path, strategy: str, plan: StepPlan) -> None:
-    folder = out / "plans"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{_slug(strategy)}-step{plan.step:05d}.json").write_text(dumps(plan) + "\n")
 
 
 def _config(

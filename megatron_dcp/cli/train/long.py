@@ -1,8 +1,8 @@
 """`mdcp train --train-steps N`: one strategy, checkpoints, exact resume, preemption.
 
 Writes OUT/steps.jsonl, one line per finished step (step, plan digest, loss, tokens, planner time
-that was exposed), OUT/cost.json and OUT/checkpoints. A resumed run plans with the profile of the
-run that it continues, so that digests and losses go on exactly.
+that was exposed), OUT/cost.json and OUT/checkpoints. A resumed run plans with the profile that its
+checkpoint names, so that digests and losses go on exactly.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ from typing import Any
 import torch
 
 import megatron_dcp as mdcp
+from megatron_dcp.cli.train.metrics import RunMetrics
 from megatron_dcp.cli.train.model import Gpt, loss_sum
 from megatron_dcp.cli.train.options import TrainOptions
 from megatron_dcp.cost import CostProfile, dumps, load
 from megatron_dcp.data.stdlib import TextCorpus
 from megatron_dcp.dist import DataWorld, gather_bytes
 from megatron_dcp.plan import digest
-from megatron_dcp.runtime.checkpoint import load_checkpoint, save_checkpoint, whole_checkpoints
+from megatron_dcp.runtime.checkpoint import (
+    CheckpointError,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+)
 from megatron_dcp.runtime.preempt import STOP_STATUS
 
 
@@ -42,7 +48,7 @@ def train_long(
     engine = mdcp.initialize(
         model, optimizer, cost=profile, strategy=options.strategy_names[-1], scheduler=scheduler,
         ranks_per_node=options.ranks_per_node, max_grad_norm=1.0, watchdog_s=options.watchdog_s,
-        watchdog_dir=str(options.out),
+        watchdog_dir=str(options.out), measure=options.measured,
     )  # fmt: skip
     engine.wrap_layers(model.layers)
     engine.handle_preemption()
@@ -55,37 +61,48 @@ def train_long(
         say(
             f"resumed after {found} steps" if found is not None else "no checkpoint: from the start"
         )
-    status = 0
     log = StepLog(options.out / "steps.jsonl", engine.world, after=loader.position)
-    for step in loader:
-        for mb in step:
-            mb.backward(loss_sum(model(**mb.inputs), mb.labels))
-        loss = step.finish()
-        log.write(step, loss)
-        say(f"step {step.index}: loss {loss:.5f}")
-        done = step.index + 1
-        if engine.stop_requested or done % options.checkpoint_every == 0 or done == len(loader):
+    metrics = RunMetrics(options, engine) if options.measured else None
+    while loader.position < len(loader) and not engine.stop_requested:
+        for step in loader:
+            for mb in step:
+                mb.backward(loss_sum(model(**mb.inputs), mb.labels))
+            loss = step.finish()
+            log.write(step, loss)
+            say(f"step {step.index}: loss {loss:.5f}")
+            if metrics is not None:
+                metrics.after_step(step)
+            done = step.index + 1
+            last = engine.stop_requested or done == len(loader)
+            if not last and done % options.checkpoint_every:
+                continue
+            refitted = metrics.at_checkpoint() if metrics is not None else None
             folder = save_checkpoint(engine, loader, checkpoints)
-            say(f"wrote {folder}")
-        if engine.stop_requested:
-            say("stopped by a signal; --resume goes on from here")
-            status = STOP_STATUS
-            break
+            say(f"wrote {folder}" + (f", from here on with {refitted}" if refitted else ""))
+            if last or refitted:  # what was planned ahead is of the old profile
+                break
+    if metrics is not None:
+        metrics.close()
     engine.close()
-    return status
+    if engine.stop_requested:
+        say("stopped by a signal; --resume goes on from here")
+        return STOP_STATUS
+    return 0
 
 
 def _profile(
     options: TrainOptions, checkpoints: Path, fitted: Callable[[], CostProfile]
 ) -> CostProfile:
-    """A resumed run's own profile, else a fresh fit written to OUT/cost.json."""
+    """The profile that a resumed run's checkpoint names, else a fresh fit in OUT/cost.json."""
     world = DataWorld()
     try:
         path = options.out / "cost.json"
-        resuming = options.resume and path.exists() and bool(whole_checkpoints(checkpoints))
-        resuming = gather_bytes(world, b"1" if resuming else b"0")[0] == b"1"
-        if resuming:
-            return load(path)
+        mine = ""
+        if options.resume and world.rank == 0:
+            mine = _profile_of_checkpoint(options, checkpoints)
+        resumed = gather_bytes(world, mine.encode())[0].decode()
+        if resumed:
+            return load(resumed)
         profile = fitted() if options.cost is None else load(options.cost)
         if world.rank == 0:
             options.out.mkdir(parents=True, exist_ok=True)
@@ -94,6 +111,20 @@ def _profile(
         return profile
     finally:
         world.close()
+
+
+def _profile_of_checkpoint(options: TrainOptions, checkpoints: Path) -> str:
+    """File of the profile that the newest checkpoint was planned with; "" where there is none."""
+    path = options.out / "cost.json"
+    try:
+        found = newest_checkpoint(checkpoints, allow_previous=options.allow_previous)
+        if found is None:
+            return ""
+        refitted = options.out / f"cost-{found[1]['engine']['cost']['digest']}.json"
+        path = refitted if refitted.exists() else path
+    except CheckpointError:
+        pass  # loading it says what is wrong, on every rank
+    return str(path) if path.exists() else ""
 
 
 class StepLog:

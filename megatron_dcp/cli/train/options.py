@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_dcp.errors import ConfigError
+from megatron_dcp.observe.sinks import check_sinks
 
 ScaleModel = Literal["none", "7b-node", "7b-cross-node"]
 
@@ -80,19 +81,34 @@ class TrainOptions:
     cost: Path | None = None
     """Plan with this cost profile instead of fitting one (--train-steps)."""
 
+    metrics: str = ""
+    """Comma-separated: console, tensorboard, wandb (offline). Measures every step of --train-steps
+    and leaves what `mdcp report OUT` needs."""
+
+    metrics_every: int = 10
+    """Steps between two tables of --metrics console."""
+
+    refit: bool = False
+    """Let measured microbatches correct the cost profile; a correction is adopted only when a
+    checkpoint is written, as a new version OUT/cost-DIGEST.json (--train-steps)."""
+
     watchdog_s: float = 300.0
     """A rank that waits longer than this inside a step ends the job and says for whom."""
 
     def __post_init__(self) -> None:
-        for name in ("max_length", "global_batch", "steps", "repeats", "checkpoint_every"):
+        for name in ("max_length", "global_batch", "steps", "repeats", "checkpoint_every",
+                     "metrics_every"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
         if self.train_steps is not None and self.train_steps < 1:
             raise ConfigError("--train-steps must be at least 1")
-        if (self.resume or self.allow_previous or self.cost) and self.train_steps is None:
+        given = (self.resume, self.allow_previous, self.cost, self.metrics, self.refit)
+        if any(given) and self.train_steps is None:
             raise ConfigError(
-                "--resume, --allow-previous and --cost belong to --train-steps; pass it too"
+                "--resume, --allow-previous, --cost, --metrics and --refit belong to "
+                "--train-steps; pass it too"
             )
+        check_sinks(self.metric_sinks)
         if self.link_mbytes_per_s is not None and self.scale_model != "none":
             raise ConfigError("--link-mbytes-per-s and --scale-model both set the link; pass one")
         if self.link_mbytes_per_s is not None and self.link_mbytes_per_s <= 0:
@@ -101,6 +117,15 @@ class TrainOptions:
     @property
     def strategy_names(self) -> list[str]:
         return [s.strip() for s in self.strategies.split(",") if s.strip()]
+
+    @property
+    def metric_sinks(self) -> list[str]:
+        return [s.strip() for s in self.metrics.split(",") if s.strip()]
+
+    @property
+    def measured(self) -> bool:
+        """Whether a long run measures its steps."""
+        return bool(self.metrics) or self.refit
 
     @property
     def budget_tokens(self) -> int | None:

@@ -20,9 +20,10 @@ from megatron_dcp.cli.train.model import Gpt, loss_sum
 from megatron_dcp.cost import CostModel, CostProfile, Link
 from megatron_dcp.data.stdlib import TextCorpus
 from megatron_dcp.dist import DataWorld, PlacementContext, gather_bytes, use_placement
+from megatron_dcp.observe.run_dir import write_plan
 from megatron_dcp.observe.summary import RunSummary, StepRecord
 from megatron_dcp.observe.timeline import draw_step
-from megatron_dcp.plan import Topology, Workload, dumps
+from megatron_dcp.plan import Topology, Workload
 from megatron_dcp.planner import PlanRequest, make_plan
 from megatron_dcp.runtime.virtual import measured_step, time_placements
 
@@ -92,10 +93,7 @@ def virtual_run(
 
 def _keep(out: Path, strategy: str, plan: Any, timed: Any, repeat: int) -> None:
     """The plan as made, and its lanes with the measured times."""
-    folder = out / "plans"
-    folder.mkdir(parents=True, exist_ok=True)
-    name = strategy.replace(":", "-")
-    (folder / f"{name}-step{repeat:05d}.json").write_text(dumps(plan) + "\n")
+    write_plan(out, plan)
     if repeat == 0:
         title = f"{strategy}, {plan.topology.data_ranks} virtual ranks, measured compute"
-        draw_step(timed, [], out / f"timeline-{name}.png", title)
+        draw_step(timed, [], out / f"timeline-{strategy.replace(':', '-')}.png", title)

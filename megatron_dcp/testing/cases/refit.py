@@ -49,11 +49,17 @@ def refit_case(*, folder: str, steps: int) -> dict[str, Any]:
         step.finish()
         metrics.append(watch.after_step(step))
         engine.take_events()
+    unchanged = digest(engine.profile) == before
+    proposed = digest(watch.proposal.profile) if watch.proposal else None
     path = watch.at_checkpoint(folder)
+    loader.position = 0  # the same steps again, planned with the new profile
+    step = next(iter(loader))
     return {
         "metrics": metrics,
-        "unchanged": digest(engine.profile) == before,
-        "path": str(path),
-        "proposed": digest(watch.proposal.profile) if watch.proposal else None,
-        "written": digest(load(path)) if path is not None and engine.world.rank == 0 else None,
+        "unchanged": unchanged,
+        "proposed": proposed,
+        "written": digest(load(path)) if path is not None else None,
+        "planned_with": step.plan.cost.digest,
+        "in_checkpoint": engine.state_dict()["cost"]["digest"],
+        "again": watch.at_checkpoint(folder),
     }

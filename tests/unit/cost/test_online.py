@@ -78,7 +78,7 @@ def test_a_drifted_machine_is_followed_within_a_few_steps():
     ]
     assert np.median(errors) < 0.03
     assert refit.cost.profile.name == "base"  # observing alone changes nothing
-    after = refit.adopt(proposal)
+    after = refit.adopt(proposal.profile)
     assert after.cost.profile.ref != assumed.profile.ref
     assert after.version == 2
 
