@@ -25,6 +25,7 @@ class Shard:
 
     inputs: name -> [t, ...], with position_ids [t] int64. labels [t] int64, -100 where nothing is
     predicted. weights [t]: loss weight of each label. weight: their sum, computed in float64.
+    whole: per-sample fields of all samples of the placement, one after the other, [sum n, ...].
     """
 
     context: PlacementContext
@@ -32,6 +33,7 @@ class Shard:
     labels: Tensor
     weights: Tensor
     weight: float
+    whole: dict[str, Tensor]
 
 
 def local_rows(fields: Sequence[Tensor], spans: Sequence[Span]) -> Tensor:
@@ -72,10 +74,11 @@ def build_shard(
     spans = context.shards.ranks[context.block_rank]
     names = list(samples[0].inputs)
     for s in samples:
-        if list(s.inputs) != names:
+        found = [*s.inputs, *s.whole]
+        if found != [*names, *samples[0].whole]:
             raise ConfigError(
-                f"samples of one step have different fields: {names} and {list(s.inputs)}; every "
-                "item must have the same per-token fields"
+                f"samples of one step have different fields: {[*names, *samples[0].whole]} and "
+                f"{found}; every item must have the same per-token and per-sample fields"
             )
     device = world.device
     inputs = {n: local_rows([s.inputs[n] for s in samples], spans).to(device) for n in names}
@@ -92,4 +95,5 @@ def build_shard(
         labels=labels.to(device),
         weights=weights.to(device=device, dtype=weight_dtype),
         weight=float(weights.sum()),
+        whole={n: torch.cat([s.whole[n] for s in samples]).to(device) for n in samples[0].whole},
     )

@@ -8,6 +8,9 @@ A dataset item is a 1-D array of token ids, or a mapping:
     documents        lengths of the documents inside the sample: attention stays inside each
     prefix           how many first tokens see each other both ways (prefix-LM)
     attention_mask   [L] accepted when all ones (samples are not padded here), then left out
+    per-sample names [n, ...], n of any size: belongs to the sample and not to its tokens (images);
+                     named by `ReadOptions.per_sample`, never cut, given whole to every rank that
+                     holds a part of the sample
     anything else    [L, ...]: a per-token payload, an input of the model (input_ids, position
                      grids, pixel values of patches ...)
 
@@ -18,7 +21,7 @@ label[t] = labels[t + 1], and the last token has none. `shift=False` takes them 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -44,13 +47,15 @@ class SampleError(MdcpError):
 
 @dataclass(slots=True, kw_only=True)
 class Sample:
-    """One sample: inputs by name [L, ...], labels [L] int64, weights [L] float64."""
+    """One sample: inputs by name [L, ...], labels [L] int64, weights [L] float64; whole: per-sample
+    fields [n, ...]."""
 
     inputs: dict[str, Tensor]
     labels: Tensor
     weights: Tensor
     documents: tuple[int, ...] | None = None
     prefix: int | None = None
+    whole: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def length(self) -> int:
@@ -60,9 +65,11 @@ class Sample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
     """tokens: name of the token ids. normalize: `token` counts every weighted token alike, `sample`
-    gives every sample the same weight (its weights are divided by their sum)."""
+    gives every sample the same weight (its weights are divided by their sum). per_sample: names of
+    fields that belong to the whole sample."""
 
     tokens: str = "input_ids"
+    per_sample: tuple[str, ...] = ()
     shift: bool = True
     normalize: str = "token"
 
@@ -108,6 +115,7 @@ def read_sample(dataset: Dataset, index: int, length: int, options: ReadOptions)
 
 def _to_sample(item: Any, index: int, length: int, options: ReadOptions) -> Sample:
     fields = dict(item) if isinstance(item, Mapping) else {options.tokens: item}
+    whole = {k: _tensor(fields.pop(k)) for k in options.per_sample if k in fields}
     inputs = {k: _tensor(v) for k, v in fields.items() if k not in _SPECIAL}
     if not inputs:
         raise SampleError(f"sample {index} has no per-token field, only {sorted(fields)}")
@@ -118,7 +126,8 @@ def _to_sample(item: Any, index: int, length: int, options: ReadOptions) -> Samp
         if x.dim() < 1 or x.shape[0] != length:
             raise SampleError(
                 f"sample {index}: {name} has shape {tuple(x.shape)}, the loader was told a length "
-                f"of {length}; every per-token field has it as first dimension (fix `lengths`)"
+                f"of {length}; every per-token field has it as first dimension (fix `lengths`, or "
+                "name the field in `per_sample`)"
             )
     mask = fields.get("attention_mask")
     if mask is not None and not bool(_tensor(mask).bool().all()):
@@ -138,6 +147,7 @@ def _to_sample(item: Any, index: int, length: int, options: ReadOptions) -> Samp
         weights=weights,
         documents=None if documents is None else tuple(int(n) for n in documents),
         prefix=None if prefix is None else int(prefix),
+        whole=whole,
     )
 
 
@@ -159,13 +169,13 @@ def _normalized(weights: Tensor, sample_weight: Any, normalize: str) -> Tensor:
     return weights if sample_weight is None else weights * float(sample_weight)
 
 
-def clip_item(item: Any, length: int) -> Any:
+def clip_item(item: Any, length: int, per_sample: Sequence[str] = ()) -> Any:
     """The first `length` tokens of a dataset item; documents and prefix are cut along."""
     if not isinstance(item, Mapping):
         return item[:length]
     out: dict[str, Any] = {}
     for name, value in item.items():
-        if name == "sample_weight":
+        if name == "sample_weight" or name in per_sample:
             out[name] = value
         elif name == "prefix":
             out[name] = min(int(value), length)
@@ -185,9 +195,11 @@ def _clip_documents(documents: Sequence[int], length: int) -> list[int]:
 
 
 def dummy_sample(sample: Sample) -> Sample:
-    """The first token of a sample with weight 0."""
+    """The first token of a sample with weight 0. Per-sample fields stay, so that what the model
+    makes of them (a vision tower) runs in a dummy as well."""
     return Sample(
         inputs={k: x[:1] for k, x in sample.inputs.items()},
         labels=sample.labels[:1],
         weights=torch.zeros(1, dtype=torch.float64),
+        whole=sample.whole,
     )

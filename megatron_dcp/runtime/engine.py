@@ -88,10 +88,13 @@ class Engine:
     def dummy_loss(self, loss: Tensor) -> Tensor:
         """A dummy's loss: exactly 0, its graph through every trainable parameter.
 
-        FSDP2 shards parameters outside forward; there the dummy's own forward must reach them.
+        FSDP2 shards parameters outside forward; there the dummy's own forward must reach them. DDP
+        with `find_unused_parameters` counts those that it did not reach itself, and twice is an
+        error.
         """
         zero = loss * 0.0
-        if "parameters" in self.backend.sharded:
+        counted = getattr(self.model, "find_unused_parameters", False)
+        if counted or "parameters" in self.backend.sharded:
             return zero
         return zero + touch(self.driver.module).to(zero)
 
@@ -187,6 +190,7 @@ class Engine:
         tokens: str = "input_ids",
         shift_labels: bool = True,
         batch_dim: bool = False,
+        per_sample: Sequence[str] = (),
     ) -> StepLoader:
         """Steps over a data set that every rank can read; each rank reads only its own samples.
 
@@ -194,7 +198,8 @@ class Engine:
         steps: how many optimizer steps, default `epochs` epochs. remainder: `drop` or `short`.
         max_length: longer samples are cut to it. tokens: name of the token ids, which are also the
         labels where an item has none. shift_labels: label[t] is the token at t + 1. batch_dim: give
-        tensors a leading dimension of 1, as Transformers models expect.
+        tensors a leading dimension of 1, as Transformers models expect. per_sample: names of fields
+        that belong to the whole sample (images): every rank of its block gets them uncut.
         """
         found = dataset_lengths(dataset, lengths)
         empty = [i for i, n in enumerate(found) if n < 1]
@@ -219,7 +224,12 @@ class Engine:
             sampler=sampler,
             settings=self.settings,
             plan_fn=self._plan_fn,
-            read=ReadOptions(tokens=tokens, shift=shift_labels, normalize=self.runtime.normalize),
+            read=ReadOptions(
+                tokens=tokens,
+                shift=shift_labels,
+                normalize=self.runtime.normalize,
+                per_sample=tuple(per_sample),
+            ),
             min_microbatches=self.backend.least_microbatches,
             closing_dummy=self.backend.closing_dummy,
             weight_dtype=self._weight_dtype(),

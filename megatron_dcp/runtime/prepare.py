@@ -69,14 +69,16 @@ class PlanSettings:
 class _Clipped:
     """A data set whose items are cut to given lengths."""
 
-    def __init__(self, dataset: Dataset, lengths: dict[int, int]) -> None:
-        self._dataset, self._lengths = dataset, lengths
+    def __init__(
+        self, dataset: Dataset, lengths: dict[int, int], per_sample: tuple[str, ...]
+    ) -> None:
+        self._dataset, self._lengths, self._per_sample = dataset, lengths, per_sample
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return clip_item(self._dataset[index], self._lengths[index])
+        return clip_item(self._dataset[index], self._lengths[index], self._per_sample)
 
 
 class StepPreparer:
@@ -188,7 +190,7 @@ class StepPreparer:
         dataset: Dataset = self.dataset
         if prepared.cut or self.max_length is not None:
             wanted = dict(zip(prepared.indices, plan.lengths, strict=True))
-            dataset = _Clipped(dataset, wanted)
+            dataset = _Clipped(dataset, wanted, self.read.per_sample)
 
         def sample(i: int) -> Sample:
             return read_sample(dataset, prepared.indices[i], plan.lengths[i], self.read)

@@ -40,8 +40,9 @@ class Microbatch:
     """One placement's shard on this rank. t rows: its tokens, or one filler where it has none.
 
     inputs: keyword arguments for the model, input_ids [t] and position_ids [t] and every payload of
-    the data set; with `batch_dim=True` each has a leading dimension of 1. labels [t] int64 (-100:
-    nothing to predict), weights [t]: loss weight of each label, position_ids [t] int64.
+    the data set; with `batch_dim=True` each has a leading dimension of 1. Per-sample fields come as
+    they are, those of the placement's samples one after the other. labels [t] int64 (-100: nothing
+    to predict), weights [t]: loss weight of each label, position_ids [t] int64.
     """
 
     def __init__(self, step: Step, work: Work, shard: Shard, *, batch_dim: bool) -> None:
@@ -56,7 +57,8 @@ class Microbatch:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        return {n: self._view(x) for n, x in self._shard.inputs.items()}
+        per_token = {n: self._view(x) for n, x in self._shard.inputs.items()}
+        return {**per_token, **self._shard.whole}
 
     @property
     def labels(self) -> Tensor:

@@ -76,6 +76,74 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+IMAGE_TOKEN = VOCAB - 1
+# One image embedding per 4 x 4 pixels (llava), per 2 x 2 patches of 4 x 4 pixels (Qwen).
+_GRID_VISION: dict[str, Any] = {
+    "depth": 2, "hidden_size": 32, "num_heads": 2, "in_channels": 3, "patch_size": 4,
+    "temporal_patch_size": 2, "spatial_merge_size": 2,
+}  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_IDS = {"image_token_id": IMAGE_TOKEN, "video_token_id": VOCAB - 2,
+        "vision_start_token_id": VOCAB - 3, "vision_end_token_id": VOCAB - 4}  # fmt: skip
+
+# name: (config class, text model, changes to its base, vision values)
+VISION_MODELS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "llava": (
+        "LlavaConfig",
+        "llama",
+        {},
+        {"model_type": "clip_vision_model", "hidden_size": 32, "intermediate_size": 48,
+         "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 8, "patch_size": 4},
+    ),
+    "qwen2-vl": (
+        "Qwen2VLConfig",
+        "qwen2",
+        {"rope_parameters": _MROPE},
+        {**_GRID_VISION, "embed_dim": 32, "mlp_ratio": 2},
+    ),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLConfig",
+        "qwen2",
+        {"rope_parameters": _MROPE},
+        {**_GRID_VISION, "intermediate_size": 48, "out_hidden_size": 32, "window_size": 16,
+         "fullatt_block_indexes": [1]},
+    ),
+    "qwen3-vl": (
+        "Qwen3VLConfig",
+        "qwen3",
+        {"head_dim": 8, "rope_parameters": _MROPE},
+        {**_GRID_VISION, "intermediate_size": 48, "out_hidden_size": 32,
+         "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    ),
+}  # fmt: skip
+
+
+def tiny_vision_config(name: str) -> Any:
+    """The configuration of a tiny vision-language model."""
+    import transformers
+
+    kind, text, own, vision = VISION_MODELS[name]
+    values = {**_BASE, **own, "initializer_range": 0.08}
+    if name == "llava":
+        values["model_type"] = text
+        return transformers.LlavaConfig(
+            vision_config=vision, text_config=values, image_token_id=IMAGE_TOKEN,
+            vision_feature_layer=-1, vision_feature_select_strategy="default",
+        )  # fmt: skip
+    return getattr(transformers, kind)(vision_config=vision, text_config=values, **_IDS)
+
+
+def tiny_vision_model(name: str, *, seed: int = 0) -> Any:
+    """A randomly initialised vision-language model."""
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(
+        tiny_vision_config(name), attn_implementation="eager"
+    )
+    return model.train()
+
+
 def tiny_config(name: str, **changes: Any) -> Any:
     """The configuration of a tiny model."""
     import transformers

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,9 @@ def launch(python: str, script: Path, argv: list[str], ranks: int) -> list[tuple
         env = {
             **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-            "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            # What a source tree imports besides (0.16: `six`) may be given on PYTHONPATH.
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }  # fmt: skip
         command = [python, "-m", "megatron_dcp", "launch", "--allow-cpu", str(script), *argv]
         processes.append(
@@ -159,11 +162,26 @@ def test_launch_says_what_it_looked_for_without_megatron_training() -> None:
     assert "looked for megatron.training.arguments:add_megatron_arguments" in text
 
 
+def build_helpers(root: Path) -> None:
+    """The index builder that Megatron compiles at its start, for the interpreter of the test.
+
+    Its Makefile asks whichever python3 comes first in PATH.
+    """
+    source = root / "megatron" / "core" / "datasets" / "helpers.cpp"
+    target = source.with_name("helpers_cpp" + sysconfig.get_config_var("EXT_SUFFIX"))
+    if not target.exists():
+        includes = subprocess.check_output([sys.executable, "-m", "pybind11", "--includes"])
+        flags = ["-O3", "-shared", "-std=c++17", "-fPIC", *includes.decode().split()]
+        subprocess.run(["g++", *flags, str(source), "-o", str(target)], check=True)
+
+
 @pytest.mark.skipif(
     "MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR names no Megatron-LM checkout"
 )
 def test_unmodified_pretrain_gpt_of_a_checkout() -> None:
-    script = Path(os.environ["MEGATRON_LM_DIR"]) / "pretrain_gpt.py"
+    root = Path(os.environ["MEGATRON_LM_DIR"])
+    build_helpers(root)
+    script = root / "pretrain_gpt.py"
     argv = arguments(
         "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "95",
         "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss",

@@ -10,12 +10,14 @@ from megatron_dcp.adapters.hf.loss_step import microbatch_loss
 from megatron_dcp.adapters.hf.options import TrainerOptions
 from megatron_dcp.adapters.hf.prepare import Prepared, forward_losses, prepare, weighted_sum
 from megatron_dcp.adapters.hf.trainer import MdcpTrainerMixin
+from megatron_dcp.adapters.hf.vision import ImageSamples
 
 register()
 
 __all__ = [
     "KEYWORD",
     "NAME",
+    "ImageSamples",
     "MdcpCallback",
     "MdcpTrainerMixin",
     "Prepared",

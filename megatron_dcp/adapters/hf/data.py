@@ -24,10 +24,11 @@ Collate = Callable[[list[Any]], Mapping[str, Any]]
 
 
 class CollatedDataset:
-    """Items of `dataset` through `collate`, as per-token tensors [L, ...]."""
+    """Items of `dataset` through `collate`, as per-token tensors [L, ...]; fields named in
+    `per_sample` (images) stay as the collator gives them."""
 
-    def __init__(self, dataset: Any, collate: Collate) -> None:
-        self.dataset, self.collate = dataset, collate
+    def __init__(self, dataset: Any, collate: Collate, per_sample: tuple[str, ...] = ()) -> None:
+        self.dataset, self.collate, self.per_sample = dataset, collate, per_sample
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -47,6 +48,9 @@ class CollatedDataset:
         out: dict[str, Tensor] = {}
         for name, value in batch.items():
             if name in _PLANNED:
+                continue
+            if name in self.per_sample:
+                out[name] = value
                 continue
             if not isinstance(value, Tensor) or value.shape[:2] != ids.shape:
                 raise AdapterError(

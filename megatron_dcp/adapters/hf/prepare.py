@@ -19,6 +19,7 @@ from megatron_dcp.adapters.hf.attention import KEYWORD, NAME, register
 from megatron_dcp.adapters.hf.loss import FusedHead, fuse_head, token_losses
 from megatron_dcp.adapters.hf.moe import router_settings, sample_balance_loss, unsupported_layers
 from megatron_dcp.adapters.hf.rope import fix_rotary
+from megatron_dcp.adapters.hf.vision import ROW, ImageRows, follow_images, image_inputs
 from megatron_dcp.dist import PlacementContext
 from megatron_dcp.errors import AdapterError
 
@@ -31,12 +32,14 @@ _DROPOUTS = (
 
 @dataclass(slots=True, kw_only=True)
 class Prepared:
-    """What `prepare` found and set. router: (coefficient, experts, top k) or None."""
+    """What `prepare` found and set. router: (coefficient, experts, top k) or None. images: of a
+    vision-language model."""
 
     model: Any
     head: FusedHead | None
     router: tuple[float, int, int] | None
     rotary_fixed: int
+    images: ImageRows | None = None
 
 
 def text_config(model: Any) -> Any:
@@ -73,6 +76,7 @@ def prepare(model: Any, *, fused_loss: bool = True, allow_dropout: bool = False)
         head=fuse_head(base) if fused_loss else None,
         router=router_settings(base.config),
         rotary_fixed=fix_rotary(base),
+        images=follow_images(base),
     )
     model._mdcp_prepared = prepared
     return prepared
@@ -121,15 +125,18 @@ def forward_losses(
 
     model: what the trainer calls (the wrapper); inputs: as the microbatch gives them.
     """
-    kwargs = {**inputs, KEYWORD: ctx, "use_cache": False}
-    head = prepared.head
+    head, images = prepared.head, prepared.images
+    if images is not None and ROW in inputs:
+        inputs = image_inputs(images, prepared.model.config, inputs, ctx)
     if head is not None:
         head.labels = labels
     try:
-        out = model(**kwargs)
+        out = model(**inputs, **{KEYWORD: ctx, "use_cache": False})
     finally:
         if head is not None:
             head.labels = None
+        if images is not None:
+            images.rows = None
     flat = labels.reshape(-1)
     scores = out.logits.reshape(flat.shape[0], -1)
     losses = scores[:, 0] if head is not None else token_losses(scores, flat)

@@ -26,6 +26,7 @@ from megatron_dcp.adapters.hf.data import CollatedDataset, StepNumbers, step_bat
 from megatron_dcp.adapters.hf.loss_step import microbatch_loss
 from megatron_dcp.adapters.hf.options import TrainerOptions
 from megatron_dcp.adapters.hf.prepare import Prepared, prepare
+from megatron_dcp.adapters.hf.vision import PER_SAMPLE, ImageSamples
 from megatron_dcp.errors import AdapterError, ConfigError
 
 log = logging.getLogger("megatron_dcp")
@@ -160,8 +161,12 @@ class MdcpTrainerMixin:
         options = self.mdcp_options
         self.mdcp_engine = mdcp.initialize(model, None, **options.engine_arguments())
         seed = trainer.args.data_seed if trainer.args.data_seed is not None else trainer.args.seed
+        samples: Any = CollatedDataset(dataset, trainer.data_collator)
+        if self.mdcp_prepared.images is not None:
+            samples = CollatedDataset(dataset, trainer.data_collator, PER_SAMPLE)
+            samples = ImageSamples(samples, self.mdcp_prepared.model)
         self._mdcp_loader = self.mdcp_engine.dataloader(
-            CollatedDataset(dataset, trainer.data_collator),
+            samples,
             global_batch_size=self.mdcp_batch,
             lengths=token_counts(trainer.train_dataset, trainer.args.length_column_name),
             steps=int(trainer.state.max_steps),
@@ -170,6 +175,7 @@ class MdcpTrainerMixin:
             remainder="drop" if trainer.args.dataloader_drop_last else "short",
             max_length=options.max_length,
             batch_dim=True,
+            per_sample=getattr(samples, "per_sample", ()),
         )
         self._mdcp_steps = None
         self._mdcp_drawn = 0

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dcp.dispatch import ReadOptions, Sample, SampleError, clip_item, read_sample
+from megatron_dcp.dispatch import (
+    ReadOptions,
+    Sample,
+    SampleError,
+    clip_item,
+    dummy_sample,
+    read_sample,
+)
 from megatron_dcp.errors import ConfigError
 
 
@@ -77,3 +84,16 @@ def test_clipping_cuts_documents_and_prefix_along() -> None:
 def test_unknown_normalization() -> None:
     with pytest.raises(ConfigError, match="normalize"):
         ReadOptions(normalize="batch")
+
+
+def test_per_sample_fields_are_neither_checked_nor_cut() -> None:
+    item = {"input_ids": [1, 2, 3, 4], "images": torch.ones(2, 3)}
+    sample = read(item, 4, per_sample=("images",))
+    assert list(sample.inputs) == ["input_ids"]
+    assert sample.whole["images"].shape == (2, 3)
+    assert dummy_sample(sample).whole["images"].shape == (2, 3)
+    cut = clip_item(item, 1, ("images",))
+    assert cut["images"].shape == (2, 3)
+    assert cut["input_ids"] == [1]
+    with pytest.raises(SampleError, match="name the field in `per_sample`"):
+        read(item, 4)
