@@ -136,8 +136,8 @@ def stock_step(model: Any, data: Pictures, indices: list[int]) -> tuple[float, d
 
 
 def wrap_vision(model: Any, wrapper: str) -> nn.Module:
-    """As a user would: the blocks of the tower are FSDP2 units of their own. Llava's tower has a last
-    norm that no image goes through, which DDP must be told."""
+    """As a user would: the blocks of the tower are FSDP2 units of their own. Llava's tower has a
+    last norm that no image goes through, which DDP must be told."""
     if wrapper == "ddp":
         return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     if wrapper == "fsdp2":
