@@ -168,6 +168,7 @@ setup(
         "deepspeed": ["torch>=2.10", "deepspeed>=0.19"],
         "hf": ["torch>=2.10", "transformers>=5", "accelerate>=1.10"],
         "verify": ["hypothesis>=6", "ortools>=9.10"],
+        "video": ["torch>=2.10", "av>=14", "pillow>=10"],  # examples/video_dit on real files
         "dev": [
             "pytest>=8",
             "pytest-timeout",

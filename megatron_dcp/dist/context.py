@@ -28,12 +28,14 @@ class PlacementContext:
     """One placement as one rank of its block sees it.
 
     shards: who holds which tokens. position_ids [rows] int64: position of each local token inside its
-    sample. sample_ids [rows] int64: its sample (id in the global batch, or `sample_keys` where given).
+    sample. sample_index [rows] int64: its sample inside the pack, 0..B-1. sample_keys [B] int64: each
+    sample's id in the global batch, or the key given for it. sample_ids [rows] int64: the key of each
+    row's sample. shapes: per sample (frames, height, width), or None.
     cu_seqlens [B + 1] int32: of the whole pack. documents: per sample, lengths of the documents in
     it (attention stays inside one), or None. prefix: per sample, how many first tokens see each
     other both ways under a causal mask, or None. dummy: a token without weight (lockstep).
 
-    An empty shard is run with one **filler** row (position 0, sample -1, weight 0), because models
+    An empty shard is run with one **filler** row (position 0, sample key -1, weight 0), because models
     reshape by the number of tokens; attention drops it and gives 0 back.
     """
 
@@ -42,7 +44,10 @@ class PlacementContext:
     shards: ShardMap
     position_ids: Tensor
     sample_ids: Tensor
+    sample_index: Tensor
+    sample_keys: Tensor
     cu_seqlens: Tensor
+    shapes: tuple[tuple[int, int, int], ...] | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
     prefix: tuple[int, ...] | None = None
     dummy: bool = False
@@ -128,6 +133,7 @@ def make_context(
     sample_keys: Sequence[int] | None = None,
     documents: Sequence[Sequence[int]] | None = None,
     prefix: Sequence[int] | None = None,
+    shapes: Sequence[tuple[int, int, int]] | None = None,
     dummy: bool = False,
     step: int = 0,
 ) -> PlacementContext:
@@ -139,20 +145,25 @@ def make_context(
             f"rank {world.rank} asked for a placement of ranks {placement.first_rank}.."
             f"{placement.first_rank + placement.degree - 1}"
         )
-    keys = list(placement.samples if sample_keys is None else sample_keys)
+    keys = torch.tensor(list(placement.samples if sample_keys is None else sample_keys))
     spans = shards.ranks[block_rank]
     positions = [torch.arange(s.start, s.stop) for s in spans]
-    samples = [torch.full((s.stop - s.start,), keys[s.sample]) for s in spans]
+    index = [torch.full((s.stop - s.start,), s.sample) for s in spans]
     if not spans:
-        positions, samples = [torch.zeros(1, dtype=torch.int64)], [torch.full((1,), -1)]
+        positions, index = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)]
+    sample_index = torch.cat(index)
+    sample_ids = keys[sample_index] if spans else torch.full((1,), -1)
     cu = cu_seqlens_of(lengths)
     return PlacementContext(
         world=world,
         placement=placement,
         shards=shards,
         position_ids=torch.cat(positions).to(world.device),
-        sample_ids=torch.cat(samples).to(world.device),
+        sample_ids=sample_ids.to(world.device),
+        sample_index=sample_index.to(world.device),
+        sample_keys=keys.to(world.device),
         cu_seqlens=cu.to(world.device),
+        shapes=None if shapes is None else tuple(shapes),
         documents=None if documents is None else tuple(tuple(d) for d in documents),
         prefix=None if prefix is None else tuple(prefix),
         dummy=dummy,
@@ -166,13 +177,16 @@ def local_context(
     world: DataWorld | None = None,
     documents: Sequence[Sequence[int]] | None = None,
     prefix: Sequence[int] | None = None,
+    shapes: Sequence[tuple[int, int, int]] | None = None,
 ) -> PlacementContext:
     """A placement of this rank alone, for evaluation or a model's own tests: no plan needed."""
     world = world or DataWorld(alone=True)
     placement = Placement(
         slot=0, first_rank=world.rank, degree=1, samples=tuple(range(len(lengths)))
     )
-    return make_context(world, placement, lengths, documents=documents, prefix=prefix)
+    return make_context(
+        world, placement, lengths, documents=documents, prefix=prefix, shapes=shapes
+    )
 
 
 _current: list[PlacementContext | None] = [None]
@@ -218,6 +232,7 @@ def packed(
     device: torch.device | str | None = None,
     documents: Sequence[Sequence[int]] | None = None,
     prefix: Sequence[int] | None = None,
+    shapes: Sequence[tuple[int, int, int]] | None = None,
 ) -> Iterator[PlacementContext]:
     """Run attention over samples packed on this rank alone, without an engine.
 
@@ -225,7 +240,11 @@ def packed(
         logits = model(input_ids, position_ids=pack.position_ids)
     """
     context = local_context(
-        lengths, world=DataWorld(alone=True, device=device), documents=documents, prefix=prefix
+        lengths,
+        world=DataWorld(alone=True, device=device),
+        documents=documents,
+        prefix=prefix,
+        shapes=shapes,
     )
     with use_placement(context):
         yield context

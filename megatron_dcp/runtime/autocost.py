@@ -43,6 +43,8 @@ def auto_profile(model: nn.Module, backend: Backend, topology: Topology) -> Cost
             f"usable on {hw.name}; shard more (FSDP2, ZeRO-3) or use more ranks"
         )
     found = profile(replace(hw, memory_bytes=_BOUNDLESS), spec, topology)
+    if found.pairs == "grid":
+        found = replace(found, **_switched(found))
     return replace(
         found,
         static_bytes=held,
@@ -51,8 +53,20 @@ def auto_profile(model: nn.Module, backend: Backend, topology: Topology) -> Cost
     )
 
 
+def _switched(found: CostProfile) -> dict[str, Any]:
+    """What a model that calls `switch_rows` once per block sends: its hidden row, both ways.
+
+    That is the same for every scheme, cuts no heads, and lies outside of what is recomputed.
+    """
+    return {
+        "comm_bytes_per_token_layer": 2 * found.model.hidden * found.model.element_bytes,
+        "recompute_fraction": replace(found.recompute_fraction, comm=0.0),
+    }
+
+
 def model_spec(model: nn.Module) -> ModelSpec:
-    """Shape of a decoder from its `config`."""
+    """Shape of a transformer from its `config`; `attention_pairs` there is causal (the default),
+    full, or grid (inside frames and along pixels in turn)."""
     config: Any = getattr(model, "config", None)
     if config is not None and hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -67,7 +81,7 @@ def model_spec(model: nn.Module) -> ModelSpec:
     return ModelSpec(
         name=str(getattr(config, "model_type", type(model).__name__.lower())),
         source="the model's config",
-        pairs="causal",
+        pairs=str(getattr(config, "attention_pairs", "causal")),
         layers=int(config.num_hidden_layers),
         hidden=hidden,
         heads=heads,

@@ -23,7 +23,7 @@ from megatron_dcp.planner import PlanRequest, make_plan
 from megatron_dcp.runtime.backend import Backend, touch
 from megatron_dcp.runtime.driver import make_driver
 from megatron_dcp.runtime.eventlog import EventLog
-from megatron_dcp.runtime.lengths import dataset_lengths
+from megatron_dcp.runtime.lengths import dataset_lengths, dataset_shapes
 from megatron_dcp.runtime.loader import StepLoader
 from megatron_dcp.runtime.preempt import StopFlag
 from megatron_dcp.runtime.prepare import PlanFn, PlanSettings, StepPreparer
@@ -181,6 +181,7 @@ class Engine:
         *,
         global_batch_size: int,
         lengths: Any = "length",
+        shapes: Any = None,
         steps: int | None = None,
         epochs: int = 1,
         seed: int = 0,
@@ -195,6 +196,8 @@ class Engine:
         """Steps over a data set that every rank can read; each rank reads only its own samples.
 
         lengths: a list, a function of the index, or a name (attribute, column or item key).
+        shapes: likewise (frames, height, width) of every sample, in tokens, for video and image
+        models; their product is the length. Samples are then never cut.
         steps: how many optimizer steps, default `epochs` epochs. remainder: `drop` or `short`.
         max_length: longer samples are cut to it. tokens: name of the token ids, which are also the
         labels where an item has none. shift_labels: label[t] is the token at t + 1. batch_dim: give
@@ -207,6 +210,12 @@ class Engine:
             raise ConfigError(
                 f"sample {empty[0]} has length {found[empty[0]]} ({len(empty)} samples are empty); "
                 "remove them from the data set"
+            )
+        grids = None if shapes is None else dataset_shapes(dataset, shapes, found)
+        if grids is not None and (max_length is not None or self.planner.oversize == "truncate"):
+            raise ConfigError(
+                "samples with shapes cannot be cut to a length: leave max_length out, and use "
+                "oversize='error' or 'drop'"
             )
         sampler = GlobalSampler(
             SamplerConfig(
@@ -234,6 +243,7 @@ class Engine:
             closing_dummy=self.backend.closing_dummy,
             weight_dtype=self._weight_dtype(),
             max_length=max_length,
+            shapes=grids,
         )
         return StepLoader(
             self,

@@ -1,7 +1,8 @@
-"""Lengths of a data set, without reading the samples where that can be avoided."""
+"""Lengths and shapes of a data set, without reading the samples where that can be avoided."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,20 +21,39 @@ def dataset_lengths(dataset: Dataset, source: Any) -> list[int]:
     attribute of the data set (a list or a method giving one), as a column, and last in every item
     (which reads the whole data set once).
     """
-    size = len(dataset)
-    if isinstance(source, str):
-        values = _named(dataset, source)
-    elif callable(source):
-        values = [source(i) for i in range(size)]
-    else:
-        values = source
-    lengths = [_integer(i, n) for i, n in enumerate(values)]
-    if len(lengths) != size:
-        raise ConfigError(f"{len(lengths)} lengths given for a data set of {size} samples")
+    lengths = [_integer(i, n) for i, n in enumerate(_values(dataset, source, "lengths"))]
+    if len(lengths) != len(dataset):
+        raise ConfigError(f"{len(lengths)} lengths given for a data set of {len(dataset)} samples")
     return lengths
 
 
-def _named(dataset: Dataset, name: str) -> Any:
+def dataset_shapes(
+    dataset: Dataset, source: Any, lengths: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """(frames, height, width) of every sample, from the same kinds of source as lengths."""
+    found = [tuple(int(n) for n in shape) for shape in _values(dataset, source, "shapes")]
+    if len(found) != len(lengths):
+        raise ConfigError(f"{len(found)} shapes given for a data set of {len(lengths)} samples")
+    shapes: list[tuple[int, int, int]] = []
+    for i, (shape, length) in enumerate(zip(found, lengths, strict=True)):
+        if len(shape) != 3 or min(shape) < 1 or math.prod(shape) != length:
+            raise ConfigError(
+                f"sample {i} has shape {shape} and length {length}: a shape is (frames, height, "
+                "width) in tokens, their product the length"
+            )
+        shapes.append(shape)
+    return shapes
+
+
+def _values(dataset: Dataset, source: Any, what: str) -> Any:
+    if isinstance(source, str):
+        return _named(dataset, source, what)
+    if callable(source):
+        return [source(i) for i in range(len(dataset))]
+    return source
+
+
+def _named(dataset: Dataset, name: str, what: str) -> Any:
     attribute = getattr(dataset, name, None)
     if attribute is not None:
         return attribute() if callable(attribute) else attribute
@@ -42,8 +62,8 @@ def _named(dataset: Dataset, name: str) -> Any:
     if len(dataset) and isinstance(first := dataset[0], dict) and name in first:
         return [dataset[i][name] for i in range(len(dataset))]
     raise ConfigError(
-        f"lengths={name!r}: the data set ({type(dataset).__name__}) has no such attribute, column "
-        "or item key; pass a list of lengths or a function of the sample's index"
+        f"{what}={name!r}: the data set ({type(dataset).__name__}) has no such attribute, column "
+        f"or item key; pass a list of {what} or a function of the sample's index"
     )
 
 

@@ -98,7 +98,9 @@ class StepPreparer:
         closing_dummy: bool,
         weight_dtype: torch.dtype,
         max_length: int | None = None,
+        shapes: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
+        self.shapes = shapes
         self.world, self.dataset, self.lengths, self.sampler = world, dataset, lengths, sampler
         self.settings, self.plan_fn, self.read = settings, plan_fn, read
         self.min_microbatches, self.closing_dummy = min_microbatches, closing_dummy
@@ -135,15 +137,7 @@ class StepPreparer:
         lengths = [self.lengths[i] for i in prepared.indices]
         if self.max_length is not None:
             lengths = [min(n, self.max_length) for n in lengths]
-        request = PlanRequest(
-            workload=Workload(lengths=tuple(lengths)),
-            topology=s.topology,
-            profile=s.profile,
-            lockstep=s.lockstep,
-            budget_bytes=s.budget_bytes,
-            recompute=s.recompute,
-            step=prepared.step,
-        )
+        request = self._request(lengths, prepared)
         fitted = fit_samples(
             lengths,
             prepared.indices,
@@ -155,19 +149,11 @@ class StepPreparer:
         prepared.dropped, prepared.cut = len(fitted.dropped), len(fitted.cut)
         prepared.indices = [prepared.indices[i] for i in fitted.kept]
         if fitted.dropped or fitted.cut:
-            request = PlanRequest(
-                workload=Workload(lengths=fitted.lengths),
-                topology=s.topology,
-                profile=s.profile,
-                lockstep=s.lockstep,
-                budget_bytes=s.budget_bytes,
-                recompute=s.recompute,
-                step=prepared.step,
-            )
+            request = self._request(fitted.lengths, prepared)
         plan = self.plan_fn(request)
-        if plan.lengths != request.workload.lengths:
+        if plan.workload != request.workload:
             raise PlanError(
-                f"step {prepared.step}: the plan is for other lengths than the batch "
+                f"step {prepared.step}: the plan is for other lengths or shapes than the batch "
                 f"({len(plan.lengths)} samples of {plan.workload.tokens} tokens, the batch has "
                 f"{len(request.workload.lengths)} of {request.workload.tokens})"
             )
@@ -183,6 +169,21 @@ class StepPreparer:
                 invariant="lockstep_slots_match",
             )
         prepared.plan = plan
+
+    def _request(self, lengths: Sequence[int], prepared: Prepared) -> PlanRequest:
+        s, shapes = self.settings, self.shapes
+        return PlanRequest(
+            workload=Workload(
+                lengths=tuple(lengths),
+                shapes=None if shapes is None else tuple(shapes[i] for i in prepared.indices),
+            ),
+            topology=s.topology,
+            profile=s.profile,
+            lockstep=s.lockstep,
+            budget_bytes=s.budget_bytes,
+            recompute=s.recompute,
+            step=prepared.step,
+        )
 
     def _read(self, prepared: Prepared) -> None:
         plan = prepared.plan
@@ -208,12 +209,17 @@ class StepPreparer:
             else:
                 samples = [sample(i) for i in work.placement.samples]
                 keys = [prepared.indices[i] for i in work.placement.samples]
+            shapes = None
+            if plan.workload.shapes is not None:
+                of_step = plan.workload.shapes
+                shapes = [of_step[i] for i in work.placement.samples] or [(1, 1, 1)]
             shard = build_shard(
                 self.world,
                 work.placement,
                 samples,
                 sample_keys=keys,
                 weight_dtype=self.weight_dtype,
+                shapes=shapes,
                 step=prepared.step,
                 dummy=work.dummy,
             )

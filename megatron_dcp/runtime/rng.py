@@ -90,6 +90,15 @@ class SampleGenerator:
     def per_sample(self, count: int = 1, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """[t, count], uniform in (0, 1), equal for all tokens of a sample: timesteps, masks."""
         samples = mix(self.context.sample_ids ^ _signed(self.key & (2**64 - 1)))
+        return self._sample_numbers(samples, count, dtype)
+
+    def of_samples(self, count: int = 1, *, dtype: torch.dtype = torch.float32) -> Tensor:
+        """[B, count]: the numbers of `per_sample`, one row per sample of the microbatch."""
+        samples = mix(self.context.sample_keys ^ _signed(self.key & (2**64 - 1)))
+        return self._sample_numbers(samples, count, dtype)
+
+    @staticmethod
+    def _sample_numbers(samples: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         counter = torch.arange(count, device=samples.device)
         return _uniform(mix(mix(samples)[:, None] + counter), dtype)
 

@@ -2,6 +2,7 @@
 
 from megatron_dcp.schemes import allgather, hybrid, local, ring, ulysses  # noqa: F401  (register)
 from megatron_dcp.schemes.attention import attention
+from megatron_dcp.schemes.grid import GridRows, grid_rows, switch_rows
 from megatron_dcp.schemes.masks import Mask
 from megatron_dcp.schemes.registry import (
     AttentionOptions,
@@ -13,10 +14,13 @@ from megatron_dcp.schemes.registry import (
 
 __all__ = [
     "AttentionOptions",
+    "GridRows",
     "Mask",
     "Scheme",
     "attention",
     "find_scheme",
+    "grid_rows",
     "register_scheme",
     "scheme_names",
+    "switch_rows",
 ]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_dcp.dist import PlacementContext, current_placement
 from megatron_dcp.errors import ConfigError
+from megatron_dcp.schemes.grid import Axis, Layout, grid_attention, layout_rows
 from megatron_dcp.schemes.masks import Mask
 from megatron_dcp.schemes.registry import AttentionOptions, find_scheme
 
@@ -23,6 +24,8 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    axis: Axis | None = None,
+    rows: Layout = "own",
     placement: PlacementContext | None = None,
 ) -> Tensor:
     """Attention of the current microbatch, over whatever ranks its placement spans.
@@ -34,7 +37,9 @@ def attention(
 
     causal, window_size: as in flash-attention; the window counts (left, right) from the query's own
     position, -1 is no limit. softmax_scale: default D ** -0.5. softcap: 0 is off.
-    placement: default the current one.
+    axis: for samples with shapes, `space` (inside each frame) or `time` (along each pixel) instead
+    of the whole sample; causal and window then count inside that. rows: the layout that q, k and v
+    are in (see `schemes.grid`); only with an axis. placement: default the current one.
     """
     return _eager()(
         q,
@@ -46,6 +51,8 @@ def attention(
             softmax_scale=softmax_scale,
             softcap=softcap,
         ),
+        axis,
+        rows,
     )
 
 
@@ -66,11 +73,21 @@ def _eager() -> Callable[..., Tensor]:
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, ctx: PlacementContext, options: AttentionOptions
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ctx: PlacementContext,
+    options: AttentionOptions,
+    axis: Axis | None = None,
+    rows: Layout = "own",
 ) -> Tensor:
     if q.dim() == 4 and q.shape[0] == 1:
-        return _attention(q[0], k[0], v[0], ctx, options).unsqueeze(0)
-    _check(q, k, v, ctx)
+        return _attention(q[0], k[0], v[0], ctx, options, axis, rows).unsqueeze(0)
+    if axis is None and rows != "own":
+        raise ConfigError(f"attention: rows={rows!r} belongs to axis 'space' or 'time'; pass axis")
+    _check(q, k, v, ctx, ctx.rows if axis is None else layout_rows(ctx, rows))
+    if axis is not None:
+        return grid_attention(q, k, v, ctx, options, axis=axis, rows=rows)
     scheme = find_scheme(ctx.placement.scheme)
     if ctx.filler:
         out = scheme(q[:0], k[:0], v[:0], ctx, options)
@@ -78,16 +95,16 @@ def _attention(
     return scheme(q, k, v, ctx, options)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, ctx: PlacementContext) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, ctx: PlacementContext, rows: int) -> None:
     if q.dim() != 3 or k.dim() != 3 or v.shape != k.shape:
         raise ConfigError(
             f"attention: q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}; pass "
             "[tokens, heads, head_dim], k and v alike"
         )
-    if q.shape[0] != ctx.rows or k.shape[0] != ctx.rows:
+    if q.shape[0] != rows or k.shape[0] != rows:
         raise ConfigError(
             f"attention: {q.shape[0]} query and {k.shape[0]} key rows, this rank holds "
-            f"{ctx.rows} rows of the placement (slot {ctx.placement.slot}, ranks "
+            f"{rows} rows of the placement (slot {ctx.placement.slot}, ranks "
             f"{ctx.placement.first_rank}..{ctx.placement.first_rank + ctx.degree - 1}); pass the "
             "microbatch's tokens unpadded, from the microbatch that is current"
         )

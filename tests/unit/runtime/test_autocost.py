@@ -67,3 +67,14 @@ def test_state_above_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 def test_devices_without_rates_are_refused() -> None:
     with pytest.raises(ConfigError, match="meta"):
         autocost.device_hardware(torch.device("meta"))
+
+
+def test_a_model_over_the_grid_sends_its_hidden_row_and_cuts_no_heads() -> None:
+    grid = model(attention_pairs="grid")
+    profile = auto_profile(grid, BACKENDS["ddp"], TWO)
+    assert profile.pairs == "grid"
+    assert profile.attn_spatial_us_per_pair > 0 < profile.attn_temporal_us_per_pair
+    assert profile.comm_bytes_per_token_layer == 2 * 32 * profile.model.element_bytes
+    assert profile.head_limits.free
+    full = auto_profile(model(attention_pairs="full"), BACKENDS["ddp"], TWO)
+    assert (full.pairs, full.comm_bytes_per_token_layer) == ("full", None)

@@ -214,3 +214,56 @@ def test_a_loader_resumes_at_its_position() -> None:
     again = e.dataloader(data, global_batch_size=2, lengths="lengths", epochs=2)
     again.load_state_dict(state)
     assert next(iter(again)).index == state["position"]
+
+
+class Clips(Texts):
+    """Samples of (frames, 2, 3) tokens with a caption each."""
+
+    def __init__(self, frames: list[int]) -> None:
+        super().__init__([6 * f for f in frames])
+        self.shapes = [(f, 2, 3) for f in frames]
+
+    def __getitem__(self, index: int) -> Any:
+        ids = super().__getitem__(index)
+        return {"input_ids": ids, "caption": torch.tensor([[index, 7]])}
+
+
+def test_shapes_reach_plan_and_microbatch_and_captions_come_by_sample() -> None:
+    e, data = engine(), Clips([2, 1, 5])
+    loader = e.dataloader(
+        data, global_batch_size=3, lengths="lengths", shapes="shapes", per_sample=["caption"]
+    )
+    step = next(iter(loader))
+    assert step.plan.workload.shapes == tuple(data.shapes[i] for i in step.indices)
+    for mb in step:
+        index = mb.context.sample_index
+        assert mb.context.shapes == tuple(
+            step.plan.workload.shapes[i] for i in mb.placement.samples
+        )
+        assert mb.inputs["caption"].tolist() == [[step.indices[i], 7] for i in mb.placement.samples]
+        assert torch.equal(mb.inputs["caption"][index, 0], mb.context.sample_ids)
+        inputs = {k: mb.inputs[k] for k in ("input_ids", "position_ids")}
+        mb.backward(weighted_loss_sum(e.model(**inputs), mb.labels, mb.weights))
+    step.finish()
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ([(2, 2, 3), (1, 2, 3)], {}, "2 shapes given for a data set of 3"),
+        ([(2, 2, 3), (1, 2, 3), (4, 2, 3)], {}, r"sample 2 has shape \(4, 2, 3\) and length 30"),
+        ("sizes", {}, "shapes='sizes': the data set"),
+        ("shapes", {"max_length": 6}, "cannot be cut"),
+    ],
+)
+def test_wrong_shapes_are_told_at_once(shapes: Any, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine().dataloader(
+            Clips([2, 1, 5]), global_batch_size=1, lengths="lengths", shapes=shapes, **options
+        )
+
+
+def test_clips_cannot_be_truncated_to_fit() -> None:
+    e = engine(oversize="truncate")
+    with pytest.raises(ConfigError, match="oversize='error' or 'drop'"):
+        e.dataloader(Clips([2]), global_batch_size=1, lengths="lengths", shapes="shapes")

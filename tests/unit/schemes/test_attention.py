@@ -52,3 +52,22 @@ def test_the_placement_ends_with_its_block() -> None:
 def test_wrong_shapes_are_named(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
     with mdcp.packed([3]), pytest.raises(ConfigError, match=message):
         mdcp.attention(*(torch.zeros(s) for s in shapes))
+
+
+def test_attention_over_the_grid_says_what_is_missing() -> None:
+    q = qkv(12)
+    with mdcp.packed([12]), pytest.raises(ConfigError, match="this microbatch has no shapes"):
+        mdcp.attention(*q, axis="space", causal=False)
+    with mdcp.packed([12], shapes=[(3, 2, 2)]):
+        with pytest.raises(ConfigError, match="belongs to axis"):
+            mdcp.attention(*q, rows="time")
+        with pytest.raises(ConfigError, match="use 'space'"):
+            mdcp.attention(*q, axis="depth", causal=False)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="5 rows given, this rank holds 12"):
+            mdcp.switch_rows(q[0][:5], source="own", target="time")
+    shapes, documents = [(3, 2, 2)], [[4, 8]]
+    with (
+        mdcp.packed([12], shapes=shapes, documents=documents),
+        pytest.raises(ConfigError, match="no documents"),
+    ):
+        mdcp.attention(*q, axis="space", causal=False)
