@@ -8,8 +8,11 @@ namespace mdcp {
 
 namespace {
 
+constexpr double kKeep = 0.999;    // a wider block must save a thousandth of the work
 constexpr int kMostNarrowed = 64;  // narrow() scans all ranks
-constexpr i64 kFillGap = 16;       // overheads: the widest gap of a wide window that is filled
+// Overheads: the widest gap of a wide window that is filled. Filling costs communication, a pack of
+// its own an overhead; a sample on two nodes costs twice its time on one rank.
+constexpr i64 kFillGap = 16, kFillGapFew = 32, kFillGapFar = 2;
 
 }  // namespace
 
@@ -21,12 +24,19 @@ std::vector<Search::Item> Search::choose(const Candidate& c, std::vector<int>* s
   Item next{};
   for (int j : order_) {
     const Pack& s = q_.samples[j];
+    if (c.forced && (*c.forced)[j]) {
+      const Option o = table_.on(j, (*c.forced)[j]);
+      if (o.degree > 1) {
+        wide.push_back(item(j, o));
+        continue;
+      }
+    }
     if (s.tokens <= cap1_ && time1_[j] + open1_ <= limit) {
       small->push_back(j);
       continue;
     }
     if (!last || !(*last == s)) {
-      Option o = table_.cheapest(j, double(limit), c.family);
+      Option o = table_.cheapest(j, double(limit), c.family, kKeep);
       if (o.degree == 0) o = table_.fastest(j);
       next = item(j, o);
       last = &s;
@@ -176,6 +186,7 @@ void Search::fill_gaps(const Candidate& c, const std::vector<Gap>& gaps, std::ve
     return i;
   };
   std::vector<bool> used(n, false);
+  const i64 widest = i64(q_.samples.size()) <= 2 * q_.ranks ? kFillGapFew : kFillGap;
   // First entry of at most `us` on one rank.
   const auto longest_within = [&](i64 us) {
     const auto longer = [&](int j, i64 t) { return time1_[j] > t; };
@@ -184,12 +195,12 @@ void Search::fill_gaps(const Candidate& c, const std::vector<Gap>& gaps, std::ve
   for (const Gap& g : gaps) {
     Block& block = out->wide[g.block];
     const int d = block.degree;
-    if (d > q_.per_node || g.room <= 0) continue;
+    if (g.room <= 0) continue;
     const Mode mode = table_.modes(d)[g.mode];
     i64 end = g.end, room = g.room;
     const auto top = out->load.begin() + block.first;
     if (std::any_of(top, top + d, [&](i64 x) { return x != end; })) continue;
-    if (c.target - end > kFillGap * open1_) continue;
+    if (c.target - end > (d > q_.per_node ? kFillGapFar : widest) * open1_) continue;
     const i64 empty = rounded(cost.parts({}, d, mode, 0).sum() + cost.overhead());
     while (c.target > end) {
       // The marginal time at degree d is at least time1 / d.

@@ -10,9 +10,9 @@ namespace mdcp {
 
 namespace {
 
-constexpr i64 kEffort = 18000;     // samples + ranks over all layouts of one tuning
-constexpr int kSmallBatch = 2048;  // samples up to which every layout is searched locally
-constexpr i64 kFineShare = 1000;   // a layout this near its mean load is done
+constexpr i64 kEffort = 40000;     // samples + ranks over all layouts of one tuning
+constexpr i64 kSteps = 60000;      // the same over all layouts of widen()
+constexpr i64 kSmallBatch = 2048;  // samples up to which the portfolio is whole
 
 }  // namespace
 
@@ -49,50 +49,41 @@ Search::Item Search::item(int sample, const Option& o) const {
 // much, one that is too high leaves wide windows with too much. Spends at most `rounds` layouts.
 void Search::tune(Candidate c, i64 low, int rounds, Layout* best, Candidate* chosen) const {
   Layout trial;
-  i64 high = best->end;
+  i64 high = best->end, step = c.target / 400;
+  bool reached = false;
+  // A layout this near its mean load, in parts of it, is done.
+  const i64 fine = i64(q_.samples.size()) <= kSmallBatch ? 1000 : 500;
   for (int k = 0; k < rounds; ++k) {
     layout(c, &trial);
-    if (int(q_.samples.size()) <= kSmallBatch) improve(&trial);
+    if (promising(trial, *best)) improve(&trial);
     const i64 mean = std::max(low, trial.mean);
-    if (trial.end <= c.target + c.target / 2000)
+    if (trial.end <= c.target + c.target / 2000) {
       high = std::min(high, c.target);
-    else
+      reached = true;
+    } else {
       low = std::max(low, c.target);
+    }
     if (trial.end < best->end) {
       std::swap(*best, trial);
       *chosen = c;
     }
     high = std::min(high, best->end);
-    if (high - mean <= mean / kFineShare || high - low <= low / kFineShare) break;
+    if (high - mean <= mean / fine || high - low <= low / fine) break;
     i64 next = mean + mean / 400;
+    if (!reached && next < low + step) {
+      next = low + step;
+      step *= 2;
+    }
     if (next <= low || next >= high) next = low + (high - low) / 2;
     c.target = next;
   }
 }
 
-Plan Search::plan(const Bound& bound) const {
-  Candidate chosen;
-  Layout best;
-  best.end = std::numeric_limits<i64>::max();
-  const i64 goal = bound.area + bound.area / 100;
-  const i64 size = i64(q_.samples.size()) + q_.ranks;
-  const int rounds = int(std::clamp<i64>(kEffort / size, 3, 12));
-  for (const int theta : {1000, 500, 340}) {
-    for (const bool fill : {true, false}) {
-      const bool more = theta < 1000 || !fill;
-      if (more && (best.end <= goal || q_.samples.size() > size_t(kSmallBatch))) continue;
-      for (const Family family : {Family::powers, Family::free}) {
-        if (best.end <= bound.area + bound.area / 400) break;
-        const Candidate c{bound.area + bound.area / 500, theta, family, fill};
-        tune(c, bound.area, rounds, &best, &chosen);
-      }
-    }
-  }
-  improve(&best);
-  std::vector<Block> blocks = std::move(best.wide);
+Plan Search::complete(const Candidate& chosen, Layout* layout) const {
+  std::vector<Block> blocks = std::move(layout->wide);
   std::vector<int> single(q_.ranks, -1);
   for (int j : order_) {
-    const int r = best.rank_of[j];
+    const int r = layout->rank_of[j];
     if (r < 0) continue;
     if (single[r] < 0) {
       single[r] = int(blocks.size());
@@ -106,9 +97,46 @@ Plan Search::plan(const Bound& bound) const {
   return plan;
 }
 
+Plan Search::plan(const Bound& bound) const {
+  Candidate chosen;
+  Layout best;
+  best.end = std::numeric_limits<i64>::max();
+  const i64 samples = i64(q_.samples.size()), size = samples + q_.ranks;
+  const i64 goal = bound.area + bound.area / 100, near = bound.area + bound.area / 500;
+  const bool small = samples <= kSmallBatch;
+  const int rounds = small ? int(std::clamp<i64>(kEffort / size, 6, 16)) : 3;
+  // A rank opens a pack at least; the bound counts it only by its share of memory.
+  i64 tokens = 0;
+  for (const Pack& s : q_.samples) tokens += s.tokens;
+  const i64 start = tokens / q_.ranks < cap1_ ? std::max(near, bound.area + open1_) : near;
+  for (const int theta : {1000, 500, 340}) {
+    for (const bool fill : {true, false}) {
+      const bool more = theta < 1000 || !fill;
+      if (more && (best.end <= goal || !small)) continue;
+      for (const Family family : {Family::powers, Family::free}) {
+        if (best.end <= bound.area + bound.area / 400) break;
+        Candidate c{start, theta, family, fill, nullptr};
+        if (!small && family == Family::free) c.target = std::max(near, best.end - best.end / 400);
+        tune(c, bound.area, rounds, &best, &chosen);
+      }
+    }
+  }
+  improve(&best);
+  Layout other;
+  if (samples <= 4 * q_.ranks && small && best.end > goal) {
+    other = best;
+    widen(chosen, int(kSteps / size), &other);
+  }
+  const bool widened = other.end > 0 && other.end < best.end;
+  Plan plan = complete(chosen, &best);
+  if (!widened) return plan;
+  Plan second = complete(chosen, &other);
+  return second.makespan_us < plan.makespan_us ? second : plan;
+}
+
 void Search::split(i64 target, int domain, std::vector<int>* inside,
                    std::vector<Block>* across) const {
-  const Candidate c{target, 1000, Family::powers, false};
+  const Candidate c{target, 1000, Family::powers, false, nullptr};
   std::vector<Item> wide;
   for (const Item& x : choose(c, inside)) {
     if (x.degree > domain)

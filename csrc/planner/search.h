@@ -15,6 +15,7 @@ struct Candidate {
   int theta = 1000;  // per mille of the target that one wide placement may take
   Family family = Family::powers;
   bool fill = false;  // close gaps of wide windows with short samples at the window's degree
+  const std::vector<int>* forced = nullptr;  // per sample: its degree, 0: chosen here
 };
 
 // Where each sample of a candidate runs, and when each rank would end (estimate).
@@ -53,6 +54,9 @@ class Search {
     i64 end, room;
   };
 
+  bool promising(const Layout& trial, const Layout& best) const;
+  void widen(Candidate c, int budget, Layout* best) const;
+  Plan complete(const Candidate& chosen, Layout* layout) const;
   void tune(Candidate c, i64 low, int rounds, Layout* best, Candidate* chosen) const;
 
   struct Window {

@@ -111,7 +111,7 @@ int Table::least_recompute(i64 tokens, int degree, int mode) const {
   return high;
 }
 
-Option Table::cheapest(int sample, double limit, Family family) const {
+Option Table::cheapest(int sample, double limit, Family family, double keep) const {
   const Pack& s = request_.samples[sample];
   Option best;
   const double floor = floor_[sample] * kSlack, tokens = double(s.tokens);
@@ -126,10 +126,10 @@ Option Table::cheapest(int sample, double limit, Family family) const {
       if (r < 0) continue;
       const int last = monotone_ || !request_.recompute ? r : layers;
       for (; r <= last; ++r) {
-        const Parts t = cost_.parts(s, d, modes_[i][m], r);
+        const Parts t = d == 1 && r == 0 ? single_[sample] : cost_.parts(s, d, modes_[i][m], r);
         if (t.sum() + cost_.overhead() > limit) break;
         const double w = work(s.tokens, t.attention * d, wires_[i][m], r);
-        if (w < best.work) best = {d, m, r, t.sum(), w};
+        if (w < best.work * keep) best = {d, m, r, t.sum(), w};
       }
     }
   }

@@ -24,7 +24,7 @@ class Table {
   explicit Table(const Request& request);
 
   // The option of least work whose time alone plus overhead is at most `limit` us.
-  Option cheapest(int sample, double limit, Family family) const;
+  Option cheapest(int sample, double limit, Family family, double keep = 1.0) const;
   // The option of least time alone, over every legal degree.
   Option fastest(int sample) const;
   // The option of least time alone on one degree.

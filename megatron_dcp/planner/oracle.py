@@ -2,7 +2,7 @@
 
 It exists to be read and to be compared with: `tests/property/test_planner_oracle.py` holds the
 canonical bytes of both equal. Structure and names follow csrc/planner file by file (oracle_table:
-table, bound; oracle_search: search, improve; oracle_finish: finish; oracle_shelves: shelves); the
+table, bound; oracle_layout: layout; oracle_search: search, improve; oracle_finish: finish; oracle_shelves: shelves); the
 static fallback is the strategy `static` itself. Hundreds of times slower than C++.
 """
 
@@ -27,8 +27,14 @@ def oracle_draft(request: PlanRequest, parameter: str | None = None) -> Draft:
     table.require_feasible()
     _, area = lower_bound(table)
     search = Search(table)
-    blocks, name = search.blocks(area)
+    chosen, layouts = search.layouts(area)
+    blocks, name = search.complete(chosen, layouts[0])
     placements, makespan = close_plan(table, finish(table, blocks))
+    for layout in layouts[1:]:
+        blocks, _ = search.complete(chosen, layout)
+        other, ends = close_plan(table, finish(table, blocks))
+        if ends < makespan:
+            placements, makespan = other, ends
     if request.lockstep > 1:
         shelves = lockstep_plan(table, search, area)
         if shelves is not None and shelves[1] < makespan:

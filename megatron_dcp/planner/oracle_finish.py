@@ -1,4 +1,4 @@
-"""Oracle, part 3: from blocks to priced placements, as csrc/planner/finish.cc does it."""
+"""Oracle, part 4: from blocks to priced placements, as csrc/planner/finish.cc does it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from megatron_dcp.cost import Pack
 from megatron_dcp.plan import Placement
 from megatron_dcp.plan.types import NOMINAL_SPEED
-from megatron_dcp.planner.oracle_search import Block
+from megatron_dcp.planner.oracle_layout import Block
 from megatron_dcp.planner.oracle_table import Table
 from megatron_dcp.planner.pricing import replayed_us
 

@@ -1,4 +1,4 @@
-"""Oracle, part 4: lockstep domains as csrc/planner/shelves.cc plans them."""
+"""Oracle, part 5: lockstep domains as csrc/planner/shelves.cc plans them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from megatron_dcp.plan import Placement
 from megatron_dcp.planner.oracle_finish import close_plan, finish, price
-from megatron_dcp.planner.oracle_search import NEVER, Block, Search
+from megatron_dcp.planner.oracle_layout import Block
+from megatron_dcp.planner.oracle_search import NEVER, Search
 from megatron_dcp.planner.oracle_table import EMPTY, Table, rounded
 
 MAX_SHELVES = 4096

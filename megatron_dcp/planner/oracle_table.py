@@ -163,8 +163,11 @@ class Table:
         wire = wire * (1.0 + self.request.profile.recompute_fraction.comm * (r / self.layers))
         return float(tokens) * self.per_token[r] + attention + float(tokens) * wire
 
-    def cheapest(self, sample: int, limit: float, free: bool) -> Option:
-        """The option of least work whose time alone plus overhead is at most `limit`."""
+    def cheapest(self, sample: int, limit: float, free: bool, keep: float = 1.0) -> Option:
+        """The option of least work whose time alone plus overhead is at most `limit`.
+
+        A wider block must bring the work below `keep` times what a narrower one takes.
+        """
         s, best = self.samples[sample], Option()
         floor, tokens = self.floor[sample] * SLACK, float(s.tokens)
         area = self.area[sample] * SLACK
@@ -183,7 +186,7 @@ class Table:
                     if alone + self.overhead > limit:
                         break
                     w = self._work(s.tokens, attention * d, self.wires[d][m], r)
-                    if w < best.work:
+                    if w < best.work * keep:
                         best = Option(d, m, r, alone, w)
         return best
 
