@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import replace
 
-from megatron_dcp.planner.oracle_layout import Block, Candidate, Item, Layout, Layouts
+from megatron_dcp.planner.oracle_layout import Block, Candidate, Layout, Layouts
 
 EFFORT = 40000
 STEPS = 60000
