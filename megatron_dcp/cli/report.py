@@ -47,13 +47,20 @@ def simulate_steps(run: Run) -> dict[str, list[tuple[float, float]]]:
 
 
 def main(argv: list[str]) -> int:
-    from megatron_dcp.observe.report import write_report
+    from megatron_dcp.observe.report import error_quantiles, write_report
     from megatron_dcp.observe.run_dir import read_run
 
     options = tyro.cli(ReportOptions, args=argv, prog="mdcp report")
     run = read_run(options.run)
     replayed = simulate_steps(run)
     print(f"{len(run.steps)} steps of {', '.join(run.strategies)}", file=sys.stderr)
+    for name, points in replayed.items():
+        middle, most = error_quantiles(points)
+        print(
+            f"{name}: simulated against measured makespan of {len(points)} steps: median error "
+            f"{middle:.1%}, 90 % below {most:.1%}",
+            file=sys.stderr,
+        )
     written = write_report(run, options.out or options.run / "report", replayed)
     if options.json:
         print(json.dumps({"schema": "mdcp.report/1", "files": [str(p) for p in written]}))

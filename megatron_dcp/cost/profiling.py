@@ -1,4 +1,4 @@
-"""From measured microbatches to a cost profile: the grid, the points, the fit. No torch.
+"""From measured microbatches (`cost/cases.py`) to a cost profile: the fit. No torch.
 
 Two depths of one model separate what each layer costs from what the model costs once; packs of one
 long and of many short samples separate pairs from tokens; recomputed and shared microbatches give
@@ -18,15 +18,16 @@ Half lengths are left at 0: their effect lies in the coefficients over the measu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_dcp.cost.cases import Case, Point, group_of
 from megatron_dcp.cost.fit import fit, leave_one_out, nonnegative_least_squares
-from megatron_dcp.cost.model import CostModel, Mode, Pack, messages, sample_pack, wire_bytes
+from megatron_dcp.cost.model import CostModel, Pack, messages, sample_pack, wire_bytes
 from megatron_dcp.cost.profile import (
     CostProfile,
     Link,
@@ -38,110 +39,6 @@ from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Topology
 
 Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """One microbatch to measure: samples of `lengths` on `degree` ranks, `recompute` of `depth`
-    layers recomputed. Every block of the world runs the same case at once."""
-
-    depth: int
-    lengths: tuple[int, ...]
-    degree: int = 1
-    scheme: str = "local"
-    inner_degree: int = 1
-    recompute: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def mode(self) -> Mode:
-        return Mode(self.scheme, self.inner_degree)
-
-    @property
-    def order(self) -> tuple[int, float, int, int]:
-        """Small cases first: what runs out of memory rules out the larger ones."""
-        return (self.degree, self.tokens / self.degree, self.recompute, self.depth)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """A measured case: median time (us, slowest rank), peak bytes above the idle state (None where
-    the device does not tell), or out of memory on at least one rank."""
-
-    case: Case
-    time_us: float = 0.0
-    peak_bytes: int | None = None
-    oom: bool = False
-
-    def to_object(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def point_from_object(obj: Mapping[str, Any]) -> Point:
-    try:
-        case = Case(**{**obj["case"], "lengths": tuple(obj["case"]["lengths"])})
-        return Point(**{**obj, "case": case})
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"not a measured point: {error}; remove the points file") from error
-
-
-def grid(
-    layers: int,
-    max_tokens: int,
-    modes: Mapping[int, Sequence[Mode]],
-    *,
-    depths: tuple[int, int] | None = None,
-) -> list[Case]:
-    """Cases of both depths: single samples and packs up to max_tokens per rank, smallest first.
-
-    modes: degree -> schemes to measure. Recompute of all layers is measured at degree 1, and
-    at the larger depth; schemes at the larger depth.
-    """
-    small, large = depths or default_depths(layers)
-    if not 1 <= small < large <= layers:
-        raise ConfigError(
-            f"depths {small}, {large} of {layers} layers: use 1 <= small < large <= L"
-        )
-    if max_tokens < 64:
-        raise ConfigError(f"max_tokens is {max_tokens}; use at least 64")
-    sizes = [max_tokens // k for k in (16, 8, 4, 2, 1)]
-    packs: list[tuple[int, ...]] = [(n,) for n in sizes]
-    packs += [(n // k,) * k for n in (sizes[1], sizes[3], sizes[4]) for k in (4, 16)]
-    cases = [Case(depth=d, lengths=p) for d in (small, large) for p in packs]
-    again = [packs[1], packs[3], packs[4], packs[-1]]
-    cases += [Case(depth=large, lengths=p, recompute=large) for p in again]
-    for degree, schemes in modes.items():
-        for mode in schemes:
-            for p in again:
-                lengths = tuple(n * degree for n in p)
-                cases.append(
-                    Case(depth=large, lengths=lengths, degree=degree, scheme=mode.scheme,
-                         inner_degree=mode.inner_degree)
-                )  # fmt: skip
-    return sorted(cases, key=lambda c: c.order)
-
-
-def default_depths(layers: int) -> tuple[int, int]:
-    """Half and all of a shallow model; a quarter and a half of a deep one."""
-    if layers < 2:
-        raise ConfigError(f"a model of {layers} layer cannot be profiled at two depths")
-    if layers <= 8:
-        return layers // 2, layers
-    return layers // 4, layers // 2
-
-
-def ruled_out(case: Case, points: Iterable[Point]) -> bool:
-    """Whether an agreed out-of-memory point says that this case cannot fit either."""
-    return any(
-        p.oom
-        and case.tokens / case.degree >= p.case.tokens / p.case.degree
-        and case.depth >= p.case.depth
-        and case.recompute <= p.case.recompute
-        for p in points
-    )
 
 
 def _pack(pairs: str, case: Case) -> Pack:
@@ -203,8 +100,7 @@ def fit_profile(
     base = np.asarray(fit(rows, times).coefficients)
     layers = model.layers
     linear, attention = layers * base[0] + base[3], layers * base[1]
-    fractions = _recompute(pairs, good, base, layers, linear, attention)
-    links = _links(pairs, good, base, model)
+    recomputed, shared = _recompute_rest(pairs, good, base), _link_rests(pairs, good, base, model)
     memory = _memory(good)
     profile = CostProfile(
         name=name,
@@ -212,11 +108,11 @@ def fit_profile(
         pairs=pairs,
         linear_us_per_token=float(linear),
         attn_us_per_pair=float(attention),
-        recompute_fraction=fractions,
+        recompute_fraction=_fractions(recomputed, layers, linear, attention),
         overhead_us=Overhead(
             async_=float(layers * base[2] + base[4]), lockstep=float(layers * base[2] + base[4])
         ),
-        links=links,
+        links=_links(shared),
         static_bytes=int(static_bytes + memory["base"]),
         kept_bytes_per_token_layer=memory["kept"],
         checkpoint_bytes_per_token_layer=memory["checkpoint"],
@@ -225,8 +121,15 @@ def fit_profile(
         fingerprint=dict(fingerprint or {}),
     )
     predictions = [_predict(p, base, profile) for p in good]
-    errors = _errors(rows, times, plain, predictions)
-    errors |= _memory_error(good, memory)
+    errors = _plain_errors(rows, times, plain)
+    if recomputed is not None:
+        errors["recompute"] = float(np.median(recomputed.left_out()))
+    if shared:
+        errors["communication"] = float(
+            np.median([e for r in shared.values() for e in r.left_out()])
+        )
+    if any(memory.values()):
+        errors["memory"] = float(np.median(leave_one_out(*_memory_rows(good))))
     every = [abs(a / b - 1.0) for _, a, b in predictions]
     summary = {
         "median_error": float(np.median(every)), "points": len(good),
@@ -237,21 +140,57 @@ def fit_profile(
     return Fitted(profile=final, errors=errors, predictions=predictions)
 
 
-def _recompute(
-    pairs: str, good: Sequence[Point], base: Array, layers: int, linear: float, attention: float
-) -> RecomputeFraction:
-    """Extra time of recomputed layers, as fractions of the whole model's terms."""
+@dataclass(frozen=True, slots=True)
+class _Rest:
+    """Points whose time is the plain compute's plus rows @ x, x >= 0: what is left to fit.
+
+    rows [points, terms]; rest [points], us beyond the plain compute; times [points], us.
+    """
+
+    rows: Array
+    rest: Array
+    times: Array
+
+    def fit(self, chosen: Array | slice = slice(None)) -> Array:
+        weight = 1.0 / self.times[chosen]
+        rest = np.maximum(self.rest[chosen], 0.0)
+        return nonnegative_least_squares(self.rows[chosen] * weight[:, None], rest * weight)
+
+    def left_out(self) -> list[float]:
+        """Relative error of each point's time under the fit to the others."""
+        index = np.arange(len(self.times))
+        return [
+            abs(float(self.rows[i] @ self.fit(index[index != i]) - self.rest[i]) / self.times[i])
+            for i in index
+        ]
+
+
+def _rest(
+    pairs: str, points: Sequence[Point], base: Array, rows: Sequence[Sequence[float]]
+) -> _Rest:
+    times = np.array([p.time_us for p in points])
+    plain = np.array([float(base @ _features(pairs, p.case)) for p in points])
+    return _Rest(np.asarray(rows, dtype=np.float64), times - plain, times)
+
+
+def _recompute_rest(pairs: str, good: Sequence[Point], base: Array) -> _Rest | None:
+    """Extra time of recomputed layers, over layers x tokens and layers x pairs."""
     chosen = [p for p in good if p.case.degree == 1 and p.case.recompute > 0]
-    if not chosen:
+    packs = [_pack(pairs, p.case) for p in chosen]
+    rows = [
+        [p.case.recompute * k.tokens, p.case.recompute * k.pairs]
+        for p, k in zip(chosen, packs, strict=True)
+    ]
+    return _rest(pairs, chosen, base, rows) if chosen else None
+
+
+def _fractions(
+    rest: _Rest | None, layers: int, linear: float, attention: float
+) -> RecomputeFraction:
+    """The extra time as fractions of the whole model's terms."""
+    if rest is None:
         return RecomputeFraction(linear=1 / 3, attention=1 / 3, comm=0.5)
-    rows, extra, scale = [], [], []
-    for p in chosen:
-        k = _pack(pairs, p.case)
-        rows.append([p.case.recompute * k.tokens, p.case.recompute * k.pairs])
-        extra.append(max(0.0, p.time_us - float(base @ _features(pairs, p.case))))
-        scale.append(p.time_us)
-    weight = 1.0 / np.asarray(scale)
-    x = nonnegative_least_squares(np.asarray(rows) * weight[:, None], np.asarray(extra) * weight)
+    x = rest.fit()
     return RecomputeFraction(
         linear=float(min(1.0, x[0] * layers / linear)) if linear else 0.0,
         attention=float(min(1.0, x[1] * layers / attention)) if attention else 0.0,
@@ -259,19 +198,28 @@ def _recompute(
     )
 
 
-def _links(pairs: str, good: Sequence[Point], base: Array, model: ModelShape) -> tuple[Link, ...]:
-    """One row per measured degree: what the shares of compute leave, over bytes and messages."""
-    out = []
+def _link_rests(
+    pairs: str, good: Sequence[Point], base: Array, model: ModelShape
+) -> dict[int, _Rest]:
+    """Per measured degree what the shares of compute leave, over bytes and messages."""
+    out = {}
+    counting = _shape_profile(pairs, model)
     for degree in sorted({p.case.degree for p in good if p.case.degree > 1}):
-        rows, rest, scale = [], [], []
-        for p in (p for p in good if p.case.degree == degree):
-            c = p.case
-            sent = sum(wire_bytes(_shape_profile(pairs, model), c.mode, c.tokens, degree))
-            rows.append([c.depth * sent, c.depth * float(sum(messages(c.mode, degree)))])
-            rest.append(max(0.0, p.time_us - float(base @ _features(pairs, c))))
-            scale.append(p.time_us)
-        weight = 1.0 / np.asarray(scale)
-        x = nonnegative_least_squares(np.asarray(rows) * weight[:, None], np.asarray(rest) * weight)
+        chosen = [p for p in good if p.case.degree == degree]
+        rows = [
+            [c.depth * sum(wire_bytes(counting, c.mode, c.tokens, degree)),
+             c.depth * float(sum(messages(c.mode, degree)))]
+            for c in (p.case for p in chosen)
+        ]  # fmt: skip
+        out[degree] = _rest(pairs, chosen, base, rows)
+    return out
+
+
+def _links(rests: Mapping[int, _Rest]) -> tuple[Link, ...]:
+    """One row per measured degree."""
+    out = []
+    for degree, rest in rests.items():
+        x = rest.fit()
         out.append(Link(max_degree=degree, us_per_byte=float(x[0]), latency_us=float(x[1])))
     return tuple(out) or (Link(max_degree=1, us_per_byte=0.0, latency_us=0.0),)
 
@@ -279,35 +227,21 @@ def _links(pairs: str, good: Sequence[Point], base: Array, model: ModelShape) ->
 def _memory(good: Sequence[Point]) -> dict[str, float]:
     """Bytes per token: kept and checkpoint per layer, once per model; and a constant."""
     names = ("kept", "checkpoint", "once", "base")
-    chosen = [p for p in good if p.peak_bytes]
-    if len(chosen) < len(names):
+    rows, peaks = _memory_rows(good)
+    if len(peaks) < len(names) + 1:
         return dict.fromkeys(names, 0.0)
-    rows = np.array([_memory_row(p.case) for p in chosen])
-    x = fit(rows, [float(p.peak_bytes or 0) for p in chosen]).coefficients
-    return dict(zip(names, x, strict=True))
+    return dict(zip(names, fit(rows, peaks).coefficients, strict=True))
 
 
-def _memory_row(case: Case) -> list[float]:
-    x = case.tokens / case.degree
-    return [x * (case.depth - case.recompute), x * case.recompute, x, 1.0]
-
-
-def _memory_error(good: Sequence[Point], memory: Mapping[str, float]) -> dict[str, float]:
-    chosen = [p for p in good if p.peak_bytes]
-    if not any(memory.values()):
-        return {}
-    x = np.array([memory[n] for n in ("kept", "checkpoint", "once", "base")])
-    errors = [abs(float(x @ _memory_row(p.case)) / float(p.peak_bytes or 1) - 1) for p in chosen]
-    return {"memory": float(np.median(errors))}
-
-
-def group_of(case: Case) -> str:
-    """The term that a case tells most about."""
-    if case.degree > 1:
-        return "communication"
-    if case.recompute:
-        return "recompute"
-    return "attention" if len(case.lengths) == 1 else "linear"
+def _memory_rows(good: Sequence[Point]) -> tuple[Array, Array]:
+    """Features and peak bytes of the points whose peak is known."""
+    rows, peaks = [], []
+    for p in good:
+        if p.peak_bytes:
+            x = p.case.tokens / p.case.degree
+            rows.append([x * (p.case.depth - p.case.recompute), x * p.case.recompute, x, 1.0])
+            peaks.append(float(p.peak_bytes))
+    return np.array(rows), np.array(peaks)
 
 
 def _predict(point: Point, base: Array, profile: CostProfile) -> tuple[str, float, float]:
@@ -329,19 +263,11 @@ def _predict(point: Point, base: Array, profile: CostProfile) -> tuple[str, floa
     return group_of(c), float(cost.time_us(pack, c.degree, c.mode, c.recompute)), point.time_us
 
 
-def _errors(
-    rows: Array,
-    times: Array,
-    plain: Sequence[Point],
-    predictions: Sequence[tuple[str, float, float]],
-) -> dict[str, float]:
-    """Median error by term: left out one by one for the plain points, of the fit for the rest."""
+def _plain_errors(rows: Array, times: Array, plain: Sequence[Point]) -> dict[str, float]:
+    """Median leave-one-out error of the linear and of the attention points."""
     out: dict[str, list[float]] = {}
     for point, error in zip(plain, leave_one_out(rows, times), strict=True):
         out.setdefault(group_of(point.case), []).append(error)
-    for group, predicted, measured in predictions:
-        if group in ("recompute", "communication"):
-            out.setdefault(group, []).append(abs(predicted / measured - 1.0))
     return {group: float(np.median(values)) for group, values in out.items()}
 
 

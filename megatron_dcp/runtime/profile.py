@@ -31,17 +31,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_dcp.cost.cases import Case, Point, grid, point_from_object, ruled_out
 from megatron_dcp.cost.model import CostModel, Mode
 from megatron_dcp.cost.profile import CostProfile, Link, ModelShape
-from megatron_dcp.cost.profiling import (
-    Case,
-    Fitted,
-    Point,
-    fit_profile,
-    grid,
-    point_from_object,
-    ruled_out,
-)
+from megatron_dcp.cost.profiling import Fitted, fit_profile
 from megatron_dcp.dist import DataWorld, PlacementContext, make_context, use_placement
 from megatron_dcp.errors import AgreementError, ConfigError
 from megatron_dcp.plan import Placement, Topology

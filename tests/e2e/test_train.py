@@ -8,9 +8,12 @@ import sys
 import pytest
 
 from megatron_dcp.cli.main import main
+from megatron_dcp.cli.report import simulate_steps
 from megatron_dcp.cost import CostProfile, Link, ModelShape, digest, dumps
 from megatron_dcp.cost.profile import Overhead
 from megatron_dcp.observe.events import read_events
+from megatron_dcp.observe.report import error_quantiles
+from megatron_dcp.observe.run_dir import read_run
 from megatron_dcp.observe.summary import load_summary
 from megatron_dcp.plan import check_plan, load
 
@@ -99,6 +102,21 @@ def test_bad_options_end_with_their_reason_and_write_nothing(
     assert main(["train", "--out", "run", *options]) == 2
     assert text in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_simulated_steps_are_within_ten_percent_of_measured_ones(tmp_path, ranks):
+    """The median over 50 steps; meaningful only where nothing else runs on the machine."""
+    done = mdcp_train(
+        tmp_path, "--out", "run", "--max-length", "2048", "--memory-tokens", "1200",
+        "--global-batch", str(2 * ranks), "--repeats", "50", "--strategies", "dcp",
+        "--scale-model", "7b-cross-node", ranks=ranks,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    (points,) = simulate_steps(read_run(tmp_path / "run")).values()
+    assert len(points) == 50
+    assert error_quantiles(points)[0] <= 0.10
 
 
 def guessed_profile():

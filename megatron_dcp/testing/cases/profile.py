@@ -9,8 +9,8 @@ import torch
 
 from megatron_dcp.cli.train.model import Gpt, GptConfig, loss_sum
 from megatron_dcp.cost import dumps
+from megatron_dcp.cost.cases import Case
 from megatron_dcp.cost.profile import ModelShape
-from megatron_dcp.cost.profiling import Case
 from megatron_dcp.plan import Topology
 from megatron_dcp.runtime.profile import Subject, check_same, profile_model, truncated
 from megatron_dcp.testing.cases.attention import cached_world

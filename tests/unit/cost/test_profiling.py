@@ -6,17 +6,10 @@ import random
 import pytest
 
 from megatron_dcp.cost import CostModel, CostProfile, Link, Mode, ModelShape, dumps, from_object
+from megatron_dcp.cost.cases import Case, Point, grid, point_from_object, ruled_out
 from megatron_dcp.cost.model import Pack, sample_pack
 from megatron_dcp.cost.profile import Overhead, RecomputeFraction
-from megatron_dcp.cost.profiling import (
-    Case,
-    Point,
-    check_fingerprint,
-    fit_profile,
-    grid,
-    point_from_object,
-    ruled_out,
-)
+from megatron_dcp.cost.profiling import check_fingerprint, fit_profile
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Topology
 

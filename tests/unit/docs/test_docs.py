@@ -3,12 +3,16 @@
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")), ROOT / "docker/README.md",
+    *(p for p in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in p.parts),
+]  # fmt: skip
 COMMAND = re.compile(r"^    (?:bash|mdcp|sbatch|scripts/|docker|torchrun|python) ?.*$", re.M)
 
 
@@ -17,6 +21,32 @@ def test_links_to_files_resolve(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if "://" not in target and not target.startswith("mailto:"):
             assert (page.parent / target).exists(), target
+
+
+def anchor(heading):
+    """As GitHub and MyST make it from a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_to_headings_resolve(page):
+    for target, name in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", page.read_text()):
+        other = (page.parent / target) if target else page
+        headings = re.findall(r"^#+ (.*)$", other.read_text(), re.M)
+        assert name in [anchor(h) for h in headings], f"{target}#{name}"
+
+
+def test_the_site_builds_without_warnings(tmp_path):
+    pytest.importorskip("sphinx", reason="sphinx is not installed (pip install sphinx furo)")
+    done = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html",
+         str(ROOT / "docs"), str(tmp_path)],
+        capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    page = (tmp_path / "api.html").read_text()
+    assert "megatron_dcp.adapters.torch.initialize" in page
+    assert "global_batch_size" in page
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -1,0 +1,3 @@
+from dataclasses import dataclass, field
+
+def initialize(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, cost: str | CostProfile = 'auto', force_cost: bool = False, memory: str | float = 'auto', strategy: str = 'dcp', backend: str | None = None, scheduler: Any = None, plan_fn: PlanFn | None = None, lockstep: str | int = 'auto', ranks_per_node: int | None = None, normalize: Normalize = 'token', max_grad_norm: float | None = None, recompute: Literal['auto', 'off'] = 'auto', oversize: Oversize = 'error', measure: bool = False, plan_ahead: int = 1, timeout_s: float | None = None, watchdog_s: float | None = None, watchdog_dir: str = '.', planes: Sequence[Sequence[int]] | None = None, world: DataWorld | None = None) -> Engine: ...

@@ -1,0 +1,3 @@
+from dataclasses import dataclass, field
+
+def resolve(name_or_path: str) -> CostProfile: ...

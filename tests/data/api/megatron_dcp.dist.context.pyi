@@ -1,0 +1,3 @@
+from dataclasses import dataclass, field
+
+def packed(lengths: Sequence[int], *, device: torch.device | str | None = None, documents: Sequence[Sequence[int]] | None = None, prefix: Sequence[int] | None = None, shapes: Sequence[tuple[int, int, int]] | None = None) -> Iterator[PlacementContext]: ...

@@ -1,0 +1,3 @@
+from dataclasses import dataclass, field
+
+def check_plan(plan: StepPlan, heads: HeadLimits | None = None) -> StepPlan: ...

@@ -1,0 +1,3 @@
+from dataclasses import dataclass, field
+
+def diff(a: StepPlan, b: StepPlan, *, limit: int = 20) -> list[str]: ...

@@ -1,0 +1,3 @@
+from dataclasses import dataclass, field
+
+def makespan_us(plan: StepPlan) -> int: ...

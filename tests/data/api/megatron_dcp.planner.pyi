@@ -1,0 +1,3 @@
+from dataclasses import dataclass, field
+
+def make_plan(request: PlanRequest, strategy: str = 'dcp') -> StepPlan: ...

@@ -1,0 +1,7 @@
+from dataclasses import dataclass, field
+
+class Step:
+    def finish(self) -> float: ...
+
+class Microbatch:
+    def backward(self, loss_sum: Tensor) -> None: ...

@@ -1,0 +1,3 @@
+from dataclasses import dataclass, field
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window_size: tuple[int, int] = (-1, -1), softmax_scale: float | None = None, softcap: float = 0.0, axis: Axis | None = None, rows: Layout = 'own', placement: PlacementContext | None = None) -> Tensor: ...

@@ -1,0 +1,3 @@
+from dataclasses import dataclass, field
+
+def replay(plan: StepPlan, profile: CostProfile, options: ReplayOptions | None = None) -> Replay: ...
