@@ -1,10 +1,13 @@
 """Print a results page from run directories: `python benchmarks/end_to_end/record.py RUN_DIR...`
 
+A folder of `mdcp bench end-to-end` (one with a bench.json) stands for all its runs.
+
 Names the hardware, the commit and the command; every number is read from a `summary.json`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -13,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_dcp.observe.summary import load_summary
+from megatron_dcp.observe.summary import load_summary, table_cells
 
 
 def hardware() -> str:
@@ -37,33 +40,41 @@ def commit() -> str:
     return head + (" with changes" if changed else "")
 
 
-def _pm(value: Mapping[str, float], digits: int) -> str:
-    return f"{value['mean']:.{digits}f} ± {value['std']:.{digits}f}"
-
-
 def table(summary: Mapping[str, Any]) -> list[str]:
-    """Rows of one run as a Markdown table; speedups against every other strategy."""
-    strategies: Mapping[str, Any] = summary["strategies"]
-    names = list(strategies)
-    head = ["strategy", "tokens/s", "step s", "predicted s", "off", "idle", "comm", "last loss"]
-    head += [f"vs {n}" for n in names[:-1]]
-    lines = ["| " + " | ".join(head) + " |", "| --- |" + " ---: |" * (len(head) - 1)]
-    for name, s in strategies.items():
-        row = [
-            name,
-            _pm(s["tokens_per_s"], 0),
-            _pm(s["step_s"], 2),
-            f"{s['predicted_s']['mean']:.2f}",
-            f"{s['prediction_error_of_mean']:.1%}",
-            f"{s['idle']:.1%}",
-            f"{s['comm']:.1%}",
-            f"{s['loss'][-1]:.5f}" if s["loss"] else "-",
-        ]
-        for other in names[:-1]:
-            ratio = s["speedup_vs"].get(other)
-            row.append("-" if ratio is None else f"{_pm(ratio, 2)}x")
-        lines.append("| " + " | ".join(row) + " |")
+    """Rows of one run as a Markdown table; speedups over the fixed baselines, else over all."""
+    names = list(summary["strategies"])
+    fixed = [n for n in names if n.partition(":")[0] in ("packed", "static", "bucket")]
+    head, *rows = table_cells(summary, fixed or names[:-1])
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return ["| " + " | ".join(cells) + " |" for cells in lines] + [
+        f"\n`{name}` has no row: {why}" for name, why in summary.get("failed", {}).items()
+    ]
+
+
+def verdicts(bench: Mapping[str, Any]) -> list[str]:
+    """The goals of a `mdcp bench end-to-end` run as a Markdown table."""
+    lines = ["| run | goal | measured | at least | |", "| --- | --- | ---: | ---: | --- |"]
+    for r in bench["rows"]:
+        if r["bar"] is not None:
+            held = "held" if r["ok"] else "**missed**"
+            goal = f"{r['metric']} over `{r['baseline']}`"
+            lines.append(f"| {r['case']} | {goal} | {r['ratio']:.2f}x | {r['bar']:.2f}x | {held} |")
     return lines
+
+
+def show(folder: Path) -> None:
+    """One run, or every run of a benchmark folder with its goals."""
+    if (folder / "bench.json").exists():
+        bench = json.loads((folder / "bench.json").read_text())
+        if any(r["bar"] is not None for r in bench["rows"]):
+            print("## Goals\n\n" + "\n".join(verdicts(bench)) + "\n")
+        for name in bench["runs"]:
+            show(folder / name)
+        return
+    summary = load_summary(folder)
+    print(f"## {summary['what']}\n\n`{folder}/summary.json`, configuration:")
+    print(", ".join(f"{k} {v}" for k, v in summary["config"].items() if v is not None) + "\n")
+    print("\n".join(table(summary)) + "\n")
 
 
 def main(folders: list[str]) -> None:
@@ -71,10 +82,7 @@ def main(folders: list[str]) -> None:
         raise SystemExit(__doc__)
     print(f"Hardware: {hardware()}. Commit: {commit()}.\n")
     for folder in folders:
-        summary = load_summary(folder)
-        print(f"## {summary['what']}\n\n`{folder}/summary.json`, configuration:")
-        print(", ".join(f"{k} {v}" for k, v in summary["config"].items() if v is not None) + "\n")
-        print("\n".join(table(summary)) + "\n")
+        show(Path(folder))
 
 
 if __name__ == "__main__":

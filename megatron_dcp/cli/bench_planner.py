@@ -14,12 +14,13 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
 from megatron_dcp import _planner
+from megatron_dcp.cli.bench_rows import Row, text_row
 from megatron_dcp.cost import resolve
 from megatron_dcp.data.lengths import read_lengths
 from megatron_dcp.errors import ConfigError, MdcpError
@@ -33,20 +34,6 @@ FILES = ("wiki", "prolong", "heavy")
 P50_BARS = {("async", "4096/1024"): 3.0, ("async", "65536/4096"): 100.0,
             ("lockstep", "512/64"): 3.0, ("lockstep", "4096/1024"): 30.0}  # fmt: skip
 P99_BARS = {("async", "4096/1024"): 10.0}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One row of `mdcp.bench/1`. ok: None where no bar applies."""
-
-    case: str
-    metric: str
-    unit: str
-    value: float
-    baseline: str = ""
-    ratio: float | None = None
-    bar: float | None = None
-    ok: bool | None = None
 
 
 def _row(case: str, metric: str, unit: str, value: float, bar: float | None) -> Row:
@@ -136,12 +123,6 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
         if compared:
             for mode in ("async", "lockstep"):
                 yield from _strategy_rows(name, args.strategies_size, mode, pool, compared)
-
-
-def text_row(row: Row) -> str:
-    against = f" vs {row.baseline} x{row.ratio}" if row.baseline else ""
-    bar = "" if row.bar is None else f"   bar {row.bar:g}: {'ok' if row.ok else 'FALLS SHORT'}"
-    return f"{row.case:<30} {row.metric:<13} {row.value:>12.3f} {row.unit:<3}{against}{bar}"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -56,7 +56,7 @@ def curves(
     values = sorted({p[0] for points in series.values() for p in points})
     if values:
         axis.set_xscale("log")
-        axis.set_xticks(values, [f"{v:,.0f}" for v in values])
+        axis.set_xticks(values, [f"{v:,.1f}".removesuffix(".0") for v in values])
         axis.minorticks_off()
         axis.set_ylim(bottom=0)
         axis.legend(fontsize=9, ncols=2)

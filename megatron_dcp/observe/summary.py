@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,12 @@ SCHEMA = "mdcp.run/1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
-    """One measured step of one strategy. Shares are fractions of rank-time."""
+    """One measured step of one strategy. Shares are fractions of rank-time.
+
+    recompute: share of rank-time that the simulator gives to recomputation. planner_ms: making the
+    plan. exposed_ms: what is left of it when it is made while the step before runs. peak_bytes:
+    rise of the resident set in the step, largest rank.
+    """
 
     repeat: int
     tokens: int
@@ -32,6 +37,10 @@ class StepRecord:
     idle: float
     comm: float
     loss: float | None = None
+    recompute: float | None = None
+    planner_ms: float | None = None
+    exposed_ms: float | None = None
+    peak_bytes: int | None = None
 
     @classmethod
     def of(
@@ -52,22 +61,27 @@ class StepRecord:
 
 @dataclass(slots=True)
 class RunSummary:
-    """Collects StepRecords per strategy and turns them into the summary object."""
+    """Collects StepRecords per strategy and turns them into the summary object.
+
+    failed: strategies that could not go on, with the reason; what they did before is not shown.
+    """
 
     what: str
     config: Mapping[str, Any]
     records: dict[str, list[StepRecord]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
 
     def add(self, strategy: str, record: StepRecord) -> None:
         self.records.setdefault(strategy, []).append(record)
 
     def to_object(self) -> dict[str, Any]:
-        names = list(self.records)
+        names = [n for n in self.records if n not in self.failed]
         return {
             "schema": SCHEMA,
             "what": self.what,
             "config": dict(self.config),
             "strategies": {n: self._strategy(n, names) for n in names},
+            **({"failed": self.failed} if self.failed else {}),
         }
 
     def _strategy(self, name: str, others: Sequence[str]) -> dict[str, Any]:
@@ -85,6 +99,8 @@ class RunSummary:
             "prediction_error_of_mean": abs(
                 sum(r.predicted_s for r in records) / sum(r.step_s for r in records) - 1.0
             ),
+            **_means(records, ("recompute", "planner_ms", "exposed_ms")),
+            **_largest(records, "peak_bytes"),
             "speedup_vs": {
                 other: mean_std([rate[k] / base[k] for k in sorted(rate.keys() & base.keys())])
                 for other in others
@@ -115,6 +131,20 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+def _told(records: Sequence[StepRecord], name: str) -> list[float]:
+    return [float(v) for r in records if (v := getattr(r, name)) is not None]
+
+
+def _means(records: Sequence[StepRecord], names: Sequence[str]) -> dict[str, float]:
+    """Means of the measures that these records have."""
+    return {n: _mean(told) for n in names if (told := _told(records, n))}
+
+
+def _largest(records: Sequence[StepRecord], name: str) -> dict[str, float]:
+    told = _told(records, name)
+    return {name: max(told)} if told else {}
+
+
 def mean_std(values: Sequence[float]) -> dict[str, float]:
     """Mean and sample standard deviation (0 for one value)."""
     mean = _mean(values)
@@ -138,30 +168,44 @@ def load_summary(run: str | Path) -> dict[str, Any]:
     return obj
 
 
-def table_lines(obj: Mapping[str, Any]) -> list[str]:
-    """The comparison as aligned text, one row per strategy; speedups are against the first."""
+# Columns after the strategy's name: (head, key of the strategy's object, how its value is written).
+# The second part stands only where a run measured it.
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("tokens/s", "tokens_per_s", lambda v: _spread(v, 0)),
+    ("step s", "step_s", lambda v: _spread(v, 2)),
+    ("predicted s", "predicted_s", lambda v: f"{v['mean']:.2f}"),
+    ("off", "prediction_error_of_mean", lambda v: f"{v:.1%}"),
+    ("idle", "idle", lambda v: f"{v:.1%}"),
+    ("comm", "comm", lambda v: f"{v:.1%}"),
+    ("recompute", "recompute", lambda v: f"{v:.1%}"),
+    ("planner ms", "planner_ms", lambda v: f"{v:.1f}"),
+    ("exposed ms", "exposed_ms", lambda v: f"{v:.1f}"),
+    ("peak MB", "peak_bytes", lambda v: f"{v / 1e6:.0f}"),
+    ("last loss", "loss", lambda v: f"{v[-1]:.5f}" if v else "-"),
+)
+
+
+def table_cells(obj: Mapping[str, Any], against: Sequence[str]) -> list[list[str]]:
+    """Head and one row of text per strategy; the last columns are speedups over `against`."""
     strategies: Mapping[str, Any] = obj["strategies"]
-    base = next(iter(strategies))
-    head = ("strategy", "tokens/s", "step s", "predicted s", "off", "idle", "comm", "loss",
-            f"vs {base}")  # fmt: skip
-    rows = [head]
+    columns = [c for c in _COLUMNS if any(c[1] in s for s in strategies.values())]
+    bases = [b for b in against if b in strategies]
+    rows = [["strategy", *(head for head, _, _ in columns), *(f"vs {b}" for b in bases)]]
     for name, s in strategies.items():
-        speed = s["speedup_vs"].get(base)
-        rows.append((
-            name,
-            _spread(s["tokens_per_s"], 0),
-            _spread(s["step_s"], 2),
-            f"{s['predicted_s']['mean']:.2f}",
-            f"{s['prediction_error_of_mean']:.1%}",
-            f"{s['idle']:.1%}",
-            f"{s['comm']:.1%}",
-            f"{s['loss'][-1]:.5f}" if s["loss"] else "-",
-            f"{_spread(speed, 2)}x" if speed else "1.00x",
-        ))  # fmt: skip
-    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
-    return ["  ".join(c.ljust(w) if i == 0 else c.rjust(w)
-                      for i, (c, w) in enumerate(zip(row, widths, strict=True)))
-            for row in rows]  # fmt: skip
+        cells = [write(s[key]) if key in s else "-" for _, key, write in columns]
+        speeds = [s["speedup_vs"].get(b) for b in bases]
+        rows.append([name, *cells, *("-" if v is None else f"{_spread(v, 2)}x" for v in speeds)])
+    return rows
+
+
+def table_lines(obj: Mapping[str, Any], against: Sequence[str] | None = None) -> list[str]:
+    """The comparison as aligned text; speedups are over the first strategy unless told."""
+    rows = table_cells(obj, [next(iter(obj["strategies"]))] if against is None else against)
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(c.ljust(w) if i == 0 else c.rjust(w)
+                       for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+             for row in rows]  # fmt: skip
+    return lines + [f"{name}: no row: {why}" for name, why in obj.get("failed", {}).items()]
 
 
 def _spread(value: Mapping[str, float], digits: int) -> str:

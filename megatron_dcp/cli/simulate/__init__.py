@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 
-from megatron_dcp.cli.outputs import check_folder
 from megatron_dcp.cli.simulate.options import SimulateOptions
 
 
@@ -24,14 +23,12 @@ def main(argv: list[str]) -> int:
 
 def simulate(options: SimulateOptions) -> int:
     """0 when at least one strategy was simulated, else 1."""
-    from megatron_dcp.cli.simulate.output import headline, shown, table
+    from megatron_dcp.cli.simulate.output import headline, shown, sweep_table, table
     from megatron_dcp.cli.simulate.study import asked, run_study, to_stderr, with_baselines
     from megatron_dcp.cli.simulate.sweep import check_sweep, run_sweep
     from megatron_dcp.sim.compare import to_object
 
     names = asked(options)
-    if options.out is not None:
-        check_folder(options.out)
     swept = check_sweep(options) if options.sweep else []
     study = run_study(options, with_baselines(names), to_stderr)
     everything = to_object(study.tallies, options.ranks)
@@ -48,4 +45,6 @@ def simulate(options: SimulateOptions) -> int:
         sys.stdout.write("\n")
     else:
         print(table(result, names, title, options.steps * options.seeds), end="")
+        for sweep in sweeps:
+            print("\n" + sweep_table(sweep, names), end="")
     return 0 if result["strategies"] else 1

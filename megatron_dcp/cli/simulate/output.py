@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_dcp.cli.simulate.options import SimulateOptions
+from megatron_dcp.cli.simulate.sweep import Sweep
 
 COLUMNS = (
     ("step ms", "right"), ("+- std", "right"), ("x bucket", "right"), ("tok/s/rank", "right"),
@@ -64,6 +65,29 @@ def table(result: Mapping[str, Any], names: Sequence[str], title: str, wanted: i
     buffer = io.StringIO()
     Console(file=buffer, width=140, highlight=False).print(out)
     return buffer.getvalue() + "".join(f"  {note}\n" for note in notes)
+
+
+def sweep_table(sweep: Sweep, names: Sequence[str]) -> str:
+    """Speedups over `static` at each point of a sweep, with the idle time and communication of the
+    first strategy named, as text."""
+    lines = [
+        f"simulated sweep, {sweep.label}: times faster than static; idle and comm of {names[0]}"
+    ]
+    head = f"{sweep.axis:>10}" + "".join(f"{n:>11}" for n in names)
+    lines.append(head + f"{'idle':>9}{'comm':>9}{'recomp.':>9}")
+    for value, result in sweep.points:
+        if isinstance(result, str):
+            lines.append(f"{value:>10,.10g}  {result}")
+            continue
+        cells = ""
+        for name in names:
+            against = result["strategies"].get(name, {}).get("speedup_vs", {}).get("static")
+            cells += f"{'-':>11}" if against is None else f"{against:>10.2f}x"
+        first = result["strategies"].get(names[0])
+        shares = ("idle", "comm", "recompute") if first else ()
+        cells += "".join(f"{first[k]:>9.1%}" for k in shares)
+        lines.append(f"{value:>10,.10g}{cells}")
+    return "\n".join(lines) + "\n"
 
 
 def shown(result: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

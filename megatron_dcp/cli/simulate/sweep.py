@@ -1,4 +1,4 @@
-"""Sweeps: the same comparison over ranks, context limit, network rate or memory."""
+"""Sweeps: the same comparison over ranks, context limit, network rate, memory or model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from megatron_dcp.sim.compare import to_object
 _K = 1024
 AXES: dict[str, tuple[str, tuple[float, ...]]] = {
     "ranks": ("data ranks (4 samples per rank)", (8, 32, 128, 512, 1024, 4096)),
-    "context": ("context limit, tokens", (8 * _K, 16 * _K, 32 * _K, 64 * _K, 128 * _K, 384 * _K)),
+    "context": (
+        "context limit, tokens", (8 * _K, 32 * _K, 64 * _K, 128 * _K, 384 * _K, 2048 * _K)
+    ),
     "network": ("network, Gbit/s per rank", (50, 100, 200, 400, 800, 1600, 3200)),
     "memory": ("memory, GB per rank", (40, 64, 80, 96, 141, 192)),
-}
+    "model": ("parameters, 1e9", (1.3, 7, 13, 30, 70)),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,10 @@ def _at(options: SimulateOptions, axis: str, value: float) -> SimulateOptions:
         if options.hardware is None:
             raise ConfigError("--sweep network changes a hardware preset: pass --hardware, --model")
         return replace(options, network_gbit_per_s=value)
+    if axis == "model":
+        if options.hardware is None:
+            raise ConfigError("--sweep model changes a model preset: pass --hardware and --model")
+        return replace(options, model=f"gpt-{value:g}b")
     if options.hardware is None:
         raise ConfigError("--sweep memory changes a hardware preset: pass --hardware and --model")
     return replace(options, memory_gb=value)

@@ -111,11 +111,19 @@ def _time_pack(
         context = local_context(lengths, world=world)
         if world.size > 1:
             world.rendezvous(0, world.size)
+        _drain(world)
         begin = time.perf_counter_ns()
         run(context, recompute)
+        _drain(world)
         if i >= warm:
             times.append((time.perf_counter_ns() - begin) / 1000)
     return _rank_mean(world, float(np.median(times)))
+
+
+def _drain(world: DataWorld) -> None:
+    """Let a GPU finish what is queued, so that the clock sees it."""
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
 
 
 def _rank_mean(world: DataWorld, value: float) -> float:
@@ -123,7 +131,7 @@ def _rank_mean(world: DataWorld, value: float) -> float:
         return value
     pacer, world.wire.pacer = world.wire.pacer, None
     try:
-        total = torch.tensor([value], dtype=torch.float64)
+        total = torch.tensor([value], dtype=torch.float64, device=world.device)
         return float(world.wire.all_reduce(total, world.group, "agree")[0]) / world.size
     finally:
         world.wire.pacer = pacer
@@ -136,12 +144,15 @@ def fit_link(world: DataWorld, repeats: int = 5) -> tuple[float, float]:
     to, source = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     times = []
     for nbytes in MESSAGE_BYTES:
-        out, got = torch.zeros(nbytes, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
+        out = torch.zeros(nbytes, dtype=torch.uint8, device=world.device)
+        got = torch.empty_like(out)
         taken = []
         for _ in range(repeats):
             world.rendezvous(0, world.size)
+            _drain(world)
             begin = time.perf_counter_ns()
             world.wire.start_exchange([(out, to)], [(got, source)], world.group, "agree").wait()
+            _drain(world)
             taken.append((time.perf_counter_ns() - begin) / 1000)
         times.append(_rank_mean(world, float(np.median(taken))))
     per_byte, latency = fit([[float(n), 1.0] for n in MESSAGE_BYTES], times).coefficients
@@ -176,7 +187,8 @@ def fit_overlap(
             rows.append(attention)
             saved.append(linear + attention + comm + cost.overhead_us - measured)
             times.append(measured)
-        share = sum(a * b for a, b in zip(rows, saved, strict=True)) / sum(a * a for a in rows)
+        base = sum(a * a for a in rows)  # 0: packs so short that no attention time was fitted
+        share = sum(a * b for a, b in zip(rows, saved, strict=True)) / base if base else 0.0
         found[mode.scheme] = min(max(share, 0.0), 1.0)
         for attention, gain, measured in zip(rows, saved, times, strict=True):
             worst = max(worst, abs(gain - found[mode.scheme] * attention) / measured)
@@ -193,14 +205,16 @@ def _time_shared(world: DataWorld, run: RunPack, lengths: Sequence[int], mode: M
     if world.rank < 2:
         context = make_context(world, placement, lengths)
         world.rendezvous(0, 2)
+        _drain(world)
         begin = time.perf_counter_ns()
         run(context, 0)
+        _drain(world)
         taken = (time.perf_counter_ns() - begin) / 1000
     return _rank_mean(world, taken) * world.size / 2
 
 
 def count_kept_bytes(
-    run: RunPack, parameters: Sequence[Tensor], layers: int
+    world: DataWorld, run: RunPack, parameters: Sequence[Tensor], layers: int
 ) -> tuple[float, float]:
     """(bytes per token with all activations kept, bytes per token with all layers recomputed).
 
@@ -219,7 +233,7 @@ def count_kept_bytes(
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            run(local_context(lengths), recompute)
+            run(local_context(lengths, world=world), recompute)
         out.append(sum(seen.values()) / sum(lengths))
     return out[0], out[1]
 

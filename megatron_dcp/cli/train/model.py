@@ -15,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import megatron_dcp as mdcp
+from megatron_dcp.cost import ModelShape
+from megatron_dcp.cost.models import model as preset
+from megatron_dcp.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,26 @@ class GptConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
+
+    def shape(self, element_bytes: int = 4) -> ModelShape:
+        """What a cost profile says of the model."""
+        return ModelShape(
+            layers=self.layers, heads=self.heads, kv_heads=self.kv_heads, head_dim=self.head_dim,
+            hidden=self.hidden, vocab=self.vocab, element_bytes=element_bytes,
+        )  # fmt: skip
+
+    @classmethod
+    def of(cls, name: str) -> GptConfig:
+        """`small`, or the shape of a text model's preset (its MLP as SwiGLU of equal weights)."""
+        if name == "small":
+            return cls()
+        spec = preset(name)
+        if spec.pairs != "causal":
+            raise ConfigError(f"model {name!r} is not a text model; use gpt-1.3b ... gpt-70b")
+        return cls(
+            vocab=spec.vocab, hidden=spec.hidden, layers=spec.layers, heads=spec.heads,
+            kv_heads=spec.kv_heads, ffn=spec.ffn * spec.mlp_matrices // 3,
+        )  # fmt: skip
 
 
 def rope_tables(position_ids: Tensor, dim: int, base: float) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ import tyro
 
 from megatron_dcp.adapters.megatron.flags import add_flags
 from megatron_dcp.cli import bench_attention, bench_planner, doctor, patch, plan
+from megatron_dcp.cli.bench_end_to_end.options import EndToEndOptions
 from megatron_dcp.cli.main import COMMANDS
 from megatron_dcp.cli.profile import ProfileOptions
 from megatron_dcp.cli.report import ReportOptions
@@ -41,6 +42,9 @@ def launch(argv):
 
 
 def bench(argv):
+    if argv[0] == "end-to-end":
+        tyro.cli(EndToEndOptions, args=argv[1:])
+        return
     {"planner": bench_planner, "attention": bench_attention}[argv[0]].parser().parse_args(argv[1:])
 
 

@@ -1,0 +1,139 @@
+"""Interleaved repeats over contenders: A B C A B C ..., every step measured alike.
+
+What is predicted for a step is the simulator's replay of its plan plus the tail (reduction,
+optimizer), which is taken from a warm-up step that is not recorded. Rank 0 writes plans, timelines
+and summary into the run directory, every rank its events.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megatron_dcp.cost import CostProfile
+from megatron_dcp.cost import dumps as dump_profile
+from megatron_dcp.dist import DataWorld, gather_bytes
+from megatron_dcp.errors import MdcpError
+from megatron_dcp.observe.events import EventWriter
+from megatron_dcp.observe.run_dir import write_plan
+from megatron_dcp.observe.shares import step_shares
+from megatron_dcp.observe.summary import RunSummary, StepRecord
+from megatron_dcp.observe.timeline import draw_step
+from megatron_dcp.plan import StepPlan
+from megatron_dcp.runtime.contender import Contender, StepRun
+from megatron_dcp.runtime.memory import PeakMemory
+from megatron_dcp.sim import replay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeats:
+    """repeats: rounds over all contenders. steps: of each in a round. memory: measure the peak of
+    each step (gives free heap back before it). draw: whose last step is drawn; None: everybody's.
+    """
+
+    repeats: int
+    steps: int = 1
+    memory: bool = False
+    draw: tuple[str, ...] | None = None
+
+
+def interleave(
+    contenders: Sequence[Contender],
+    repeats: Repeats,
+    *,
+    world: DataWorld,
+    profile: CostProfile,
+    out: Path,
+    what: str,
+    config: Mapping[str, Any],
+    say: Any,
+) -> RunSummary:
+    """Run the comparison. A contender whose plan or step is refused is left out, with the reason;
+    the others go on."""
+    writer = EventWriter(out, world.rank)
+    if world.rank == 0:
+        (out / "cost.json").write_text(dump_profile(profile))
+    summary = RunSummary(what=what, config=config)
+    drawn: dict[str, tuple[StepPlan, list[dict[str, Any]]]] = {}
+    tails: dict[str, float] = {}
+    for repeat in range(-1, repeats.repeats):  # -1: the warm-up
+        for contender in contenders:
+            name = contender.name
+            for _ in range(repeats.steps if repeat >= 0 else 1):
+                if name in summary.failed:
+                    continue
+                peak = PeakMemory(world.device) if repeats.memory else None
+                try:
+                    run = contender.run_step()
+                except MdcpError as error:
+                    summary.failed[name] = str(error)
+                    say(f"{name}: {error}")
+                    continue
+                everyone, peaks = _gather(world, run, peak)
+                if repeat < 0:
+                    tails[name] = _tail_us(everyone)
+                    continue
+                writer.write(run.events, strategy=name)
+                summary.add(name, _record(repeat, run, everyone, tails[name], profile, peaks))
+                if world.rank == 0:
+                    write_plan(out, run.plan)
+                    if repeats.draw is None or name in repeats.draw:
+                        drawn[name] = (run.plan, everyone)
+            if repeat >= 0:
+                say(f"repeat {repeat + 1}/{repeats.repeats}: {name}")
+    writer.close()
+    if world.rank == 0:
+        summary.write(out)
+        for name, (plan, events) in drawn.items():
+            title = f"{name}, step {plan.step}: planned above, measured below ({what})"
+            file = "timeline.png" if name == "dcp" else f"timeline-{slug(name)}.png"
+            draw_step(plan, events, out / file, title)
+    return summary
+
+
+def _gather(
+    world: DataWorld, run: StepRun, peak: PeakMemory | None
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """Events of all ranks and their peaks (those that could be measured), on every rank."""
+    mine = {"events": run.events, "peak": None if peak is None else peak.peak_bytes()}
+    told = [json.loads(b) for b in gather_bytes(world, json.dumps(mine).encode())]
+    events = [e for one in told for e in one["events"]]
+    return events, [one["peak"] for one in told if one["peak"] is not None]
+
+
+def _tail_us(events: Sequence[Mapping[str, Any]]) -> float:
+    """Reduction and optimizer of the slowest rank."""
+    by_rank: dict[int, float] = {}
+    for e in events:
+        if e["kind"] in ("reduce", "optimizer"):
+            by_rank[e["rank"]] = by_rank.get(e["rank"], 0.0) + e["end_us"] - e["start_us"]
+    return max(by_rank.values(), default=0.0)
+
+
+def _record(
+    repeat: int,
+    run: StepRun,
+    events: Sequence[Mapping[str, Any]],
+    tail_us: float,
+    profile: CostProfile,
+    peaks: Sequence[int],
+) -> StepRecord:
+    (shares,) = step_shares(events).values()
+    replayed = replay(run.plan, profile)
+    record = StepRecord.of(run.plan, shares, loss=run.loss, repeat=repeat)
+    return replace(
+        record,
+        predicted_s=(replayed.makespan_us + tail_us) / 1e6,
+        recompute=replayed.share("recompute"),
+        planner_ms=run.planner_ms,
+        exposed_ms=max(0.0, run.planner_ms - shares.step_s * 1e3),
+        peak_bytes=max(peaks, default=None),
+    )
+
+
+def slug(strategy: str) -> str:
+    """A strategy's name in file names."""
+    return strategy.replace(":", "-")
