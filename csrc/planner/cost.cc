@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace mdcp {
@@ -9,6 +10,9 @@ namespace mdcp {
 namespace {
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// A double as an integer; what 64 bits cannot hold becomes the largest value, above every budget.
+i64 whole(double x) { return x < 9e18 ? i64(x) : std::numeric_limits<i64>::max(); }
 
 }  // namespace
 
@@ -128,7 +132,7 @@ i64 Cost::time_us(const Pack& pack, int degree, Mode mode, int recompute, int sp
   const Parts t = parts(pack, degree, mode, recompute);
   double total = t.linear + t.attention + t.comm + overhead_;
   if (speed != kNominalSpeed) total = total * kNominalSpeed / speed;
-  return i64(std::floor(total + 0.5));
+  return whole(std::floor(total + 0.5));
 }
 
 double Cost::bytes_per_token(int recompute) const {
@@ -141,7 +145,7 @@ double Cost::bytes_per_token(int recompute) const {
 double Cost::gathered(i64 tokens, int degree, Mode mode) const {
   if (degree == 1 || p_.own_comm) return 0.0;
   const i64 row = i64(2) * p_.kv_heads * p_.head_dim * p_.element_bytes;
-  if (mode.scheme == Scheme::allgather) return double(tokens * row);
+  if (mode.scheme == Scheme::allgather) return double(tokens) * double(row);
   if (mode.scheme == Scheme::ring || mode.scheme == Scheme::hybrid)
     return 2 * (double(tokens) / degree) * double(row);
   return 0.0;
@@ -150,7 +154,7 @@ double Cost::gathered(i64 tokens, int degree, Mode mode) const {
 i64 Cost::bytes(i64 tokens, int degree, Mode mode, int recompute) const {
   const double x = double(tokens) / degree;
   const double total = p_.static_bytes + x * bytes_per_token(recompute);
-  return i64(std::ceil(total + gathered(tokens, degree, mode)));
+  return whole(std::ceil(total + gathered(tokens, degree, mode)));
 }
 
 bool Cost::ulysses_allows(int degree) const {

@@ -1,7 +1,7 @@
 // Time and bytes of one placement: megatron_dcp/cost/model.py, line by line.
 //
 // Doubles with + - * / in one fixed order; compiled with -ffp-contract=off. A change on either side
-// is a change on both: tests/property/test_planner_cost.py compares them to the bit.
+// is a change on both: tests/property/test_planner_oracle.py compares plans to the byte.
 #pragma once
 
 #include "planner/types.h"

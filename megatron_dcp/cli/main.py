@@ -1,17 +1,22 @@
 """Entry point of `mdcp`: finds the subcommand and turns errors into exit codes.
 
-Exit status: 0 done, 1 failed, 2 bad usage. Progress and errors go to stderr; stdout carries the
+Exit status: 0 done, 1 failed (also where stdout was closed before the end), 2 bad usage, 130
+interrupted. Progress and errors go to stderr; stdout carries the
 result only. A subcommand module has `main(argv: list[str]) -> int` and is imported lazily, so that
 `mdcp plan` never pays for torch.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from importlib import import_module, util
 
 from megatron_dcp import __version__
 from megatron_dcp.errors import ConfigError, MdcpError
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 # name -> what the help line says; the module is megatron_dcp.cli.<name>
 COMMANDS = {
@@ -44,6 +49,33 @@ def usage() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
+    name = f"mdcp {args[0]}" if args else "mdcp"
+    try:
+        code = _run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except ConfigError as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except MdcpError as error:
+        print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # whoever read stdout has left, as `| head` does
+        _drop_stdout()
+        return 1
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:
+            raise
+        print(f"{name}: cannot write the output: {error.strerror}", file=sys.stderr)
+        _drop_stdout()
+        return 1
+    except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(args: list[str]) -> int:
     if args and args[0] in ("--version", "-V"):
         print(__version__)
         return 0
@@ -54,15 +86,9 @@ def main(argv: list[str] | None = None) -> int:
         found = f"unknown command {args[0]!r}" if args else "no command given"
         print(f"mdcp: {found}\n\n{usage()}", file=sys.stderr)
         return 2
-    module = import_module(f"megatron_dcp.cli.{args[0]}")
-    try:
-        return int(module.main(args[1:]))
-    except ConfigError as error:
-        print(f"mdcp {args[0]}: {error}", file=sys.stderr)
-        return 2
-    except MdcpError as error:
-        print(f"mdcp {args[0]}: {type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"mdcp {args[0]}: interrupted", file=sys.stderr)
-        return 130
+    return int(import_module(f"megatron_dcp.cli.{args[0]}").main(args[1:]))
+
+
+def _drop_stdout() -> None:
+    """What is still buffered has nowhere to go; the last flush must not fail on it."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,13 +7,13 @@ that a failure leaves nothing half-written.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dcp.cost import CostProfile, resolve
+from megatron_dcp.cli.outputs import check_file, write_whole
+from megatron_dcp.cost import CostProfile, budget_bytes, resolve
 from megatron_dcp.data.lengths import read_workload
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Placement, StepPlan, Topology, Workload, digest, dumps, lockstep_ranks
@@ -66,11 +66,7 @@ def _profile(args: argparse.Namespace) -> CostProfile:
     profile = resolve(args.cost)
     if args.memory_gb is None:
         return profile
-    if not 0 < args.memory_gb < 1e9:
-        raise ConfigError(
-            f"--memory-gb {args.memory_gb}: the budget of one rank must be above 0 (1e9 bytes each)"
-        )
-    return profile.with_budget(round(args.memory_gb * GB))
+    return profile.with_budget(budget_bytes(args.memory_gb))
 
 
 def _fitted(request: PlanRequest, oversize: str) -> PlanRequest:
@@ -109,6 +105,8 @@ def _fitted(request: PlanRequest, oversize: str) -> PlanRequest:
 
 def request_of(args: argparse.Namespace) -> PlanRequest:
     """The PlanRequest that the options describe; raises ConfigError."""
+    if not 0 <= args.step < 2**63:
+        raise ConfigError(f"--step {args.step}: steps are numbered from 0")
     per_node = min(8, args.ranks) if args.ranks_per_node is None else args.ranks_per_node
     topology = Topology(
         data_ranks=args.ranks,
@@ -170,22 +168,6 @@ def table(plan: StepPlan) -> str:
     return "\n".join(lines)
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write whole or not at all: a temporary file beside the target, then a rename."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}") from error
-
-
 def _figure(plan: StepPlan) -> bytes:
     from megatron_dcp.observe.timeline import draw_step
 
@@ -197,12 +179,15 @@ def _figure(plan: StepPlan) -> bytes:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    for path in (args.out, args.figure):
+        if path is not None:
+            check_file(path)
     plan = make_plan(request_of(args), args.strategy)
     outputs = [(args.out, (dumps(plan) + "\n").encode())] if args.out else []
     if args.figure:
         outputs.append((args.figure, _figure(plan)))
     for path, data in outputs:
-        _write(path, data)
+        write_whole(path, data)
     print(dumps(plan) if args.json else table(plan))
     for path, _ in outputs:
         print(f"mdcp plan: wrote {path}", file=sys.stderr)

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
+from megatron_dcp.cli.outputs import check_folder
+from megatron_dcp.cost import budget_bytes
 from megatron_dcp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,6 +61,13 @@ def main(argv: list[str]) -> int:
     options = tyro.cli(ProfileOptions, args=argv, prog="mdcp profile", description=__doc__)
     if options.out.suffix != ".json":
         raise ConfigError(f"--out {options.out}: a profile file ends in .json")
+    if options.max_tokens < 1 or options.repeats < 1:
+        raise ConfigError(
+            f"--max-tokens {options.max_tokens} --repeats {options.repeats}: use at least 1"
+        )
+    if options.memory_gb is not None:
+        budget_bytes(options.memory_gb)
+    check_folder(options.out.absolute().parent)
     return profile(options)
 
 
@@ -124,7 +133,7 @@ def _budget(memory_gb: float | None, device: Any) -> int:
     import torch
 
     if memory_gb is not None:
-        return int(memory_gb * 1e9)
+        return budget_bytes(memory_gb)
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1] * 0.9)
     pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")

@@ -11,7 +11,14 @@ from dataclasses import replace
 
 from megatron_dcp.cost.hardware import Hardware, hardware
 from megatron_dcp.cost.models import ModelSpec, model
-from megatron_dcp.cost.profile import CostProfile, Link, Overhead, Overlap, RecomputeFraction
+from megatron_dcp.cost.profile import (
+    CostProfile,
+    Link,
+    Overhead,
+    Overlap,
+    RecomputeFraction,
+    budget_bytes,
+)
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Topology
 
@@ -122,7 +129,7 @@ def profile(
     hw = hardware(hardware_name) if isinstance(hardware_name, str) else hardware_name
     spec = model(model_name) if isinstance(model_name, str) else model_name
     if memory_gb is not None:
-        hw = replace(hw, memory_bytes=int(memory_gb * 1e9))
+        hw = replace(hw, memory_bytes=budget_bytes(memory_gb))
     if net_gbit_per_s is not None:
         hw = replace(hw, net_link_bytes_per_s=net_gbit_per_s * 1e9 / 8)
     if topology is None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -135,37 +134,70 @@ _NON_NEGATIVE = (
 )  # fmt: skip
 
 
+# Above these a coefficient is a mistake, and products of them would leave 64 bits.
+_MOST = 1e15
+_MOST_INT = {"hidden": 2**31 - 1, "vocab": 2**31 - 1, "element_bytes": 16}
+_MOST_SHAPE = 2**20  # layers, heads, head_dim
+_NUMBER = f"a number in 0..{_MOST:g}"
+
+
+def budget_bytes(gigabytes: float) -> int:
+    """Bytes of a memory budget given in 1e9 bytes; raises ConfigError unless in 0..1e6, above 0."""
+    if not 0 < gigabytes <= 1e6:
+        raise ConfigError(
+            f"memory of {gigabytes} GB: the budget of one rank is above 0 and at most 1e6 "
+            "(1e9 bytes each)"
+        )
+    return round(gigabytes * 1e9)
+
+
 def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """A number up to _MOST (which a NaN and infinity are not)."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value <= _MOST
+
+
+def _integer(value: Any, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _require(ok: bool, name: str, key: str, found: Any, want: str) -> None:
     if not ok:
-        raise ConfigError(f"cost profile {name!r}: {key} is {found!r}, it must be {want}")
+        shown = repr(found)
+        shown = shown if len(shown) <= 40 else f"{shown[:40]}... ({len(shown)} characters)"
+        raise ConfigError(f"cost profile {name!r}: {key} is {shown}, it must be {want}")
 
 
 def _check_ranges(p: CostProfile) -> None:
+    _require(_encodable(p.name), p.name, "name", p.name, "text without lone surrogates")
     _require(p.pairs in PAIRS, p.name, "pairs", p.pairs, f"one of {', '.join(PAIRS)}")
     for key in _NON_NEGATIVE:
         value = getattr(p, key)
-        _require(_number(value) and value >= 0, p.name, key, value, "a number >= 0")
+        _require(_number(value) and value >= 0, p.name, key, value, _NUMBER)
     for f in dataclasses.fields(p.model):
-        value = getattr(p.model, f.name)
-        ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-        _require(ok, p.name, f"model.{f.name}", value, "an integer >= 1")
+        value, most = getattr(p.model, f.name), _MOST_INT.get(f.name, _MOST_SHAPE)
+        ok = _integer(value, most)
+        _require(ok, p.name, f"model.{f.name}", value, f"an integer in 1..{most}")
     h, hk = p.model.heads, p.model.kv_heads
     _require(h % hk == 0, p.name, "model.kv_heads", hk, f"a divisor of heads ({h})")
     for group in (p.recompute_fraction, p.overhead_us):
         for f in dataclasses.fields(group):
             value = getattr(group, f.name)
-            _require(_number(value) and value >= 0, p.name, f.name, value, "a number >= 0")
+            _require(_number(value) and value >= 0, p.name, f.name, value, _NUMBER)
     for f in dataclasses.fields(p.overlap):
         value = getattr(p.overlap, f.name)
         _require(_number(value) and 0 <= value <= 1, p.name, f"overlap.{f.name}", value, "in 0..1")
     _require(bool(p.links), p.name, "links", [], "a list of at least one link")
     for i, row in enumerate(p.links):
-        ok = isinstance(row.max_degree, int) and row.max_degree >= 1
-        _require(ok, p.name, f"links[{i}].max_degree", row.max_degree, "an integer >= 1")
+        ok = _integer(row.max_degree, 2**31 - 1)
+        _require(ok, p.name, f"links[{i}].max_degree", row.max_degree, "an integer in 1..2^31-1")
         if i:
             _require(
                 row.max_degree > p.links[i - 1].max_degree,
@@ -176,10 +208,10 @@ def _check_ranges(p: CostProfile) -> None:
             )
         for key in ("us_per_byte", "latency_us"):
             value = getattr(row, key)
-            _require(_number(value) and value >= 0, p.name, f"links[{i}].{key}", value, ">= 0")
+            _require(_number(value) and value >= 0, p.name, f"links[{i}].{key}", value, _NUMBER)
     comm = p.comm_bytes_per_token_layer
     if comm is not None:
-        _require(_number(comm) and comm >= 0, p.name, "comm_bytes_per_token_layer", comm, ">= 0")
+        _require(_number(comm) and comm >= 0, p.name, "comm_bytes_per_token_layer", comm, _NUMBER)
 
 
 def to_object(profile: CostProfile) -> dict[str, Any]:
@@ -209,17 +241,20 @@ def dumps(profile: CostProfile) -> str:
 def _build(cls: Any, obj: Any, where: str, rename: Mapping[str, str] | None = None) -> Any:
     if not isinstance(obj, dict):
         raise ConfigError(f"{where} must be an object, found {type(obj).__name__}")
-    renamed = {(rename or {}).get(k, k): v for k, v in obj.items()}
+    back = {field: key for key, field in (rename or {}).items()}
+    renamed = {(rename or {}).get(k, k): v for k, v in obj.items() if k not in back}
     names = {f.name for f in dataclasses.fields(cls)}
     needed = {
         f.name
         for f in dataclasses.fields(cls)
         if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     }
-    unknown, missing = sorted(set(renamed) - names), sorted(needed - set(renamed))
+    unknown = sorted((set(renamed) - names) | (set(obj) & set(back)))
+    missing = sorted(needed - set(renamed))
     if unknown or missing:
+        known = sorted(back.get(name, name) for name in names)
         raise ConfigError(
-            f"{where}: missing keys {missing}, unknown keys {unknown}; known are {sorted(names)}"
+            f"{where}: missing keys {missing}, unknown keys {unknown}; known are {known}"
         )
     return cls(**renamed)
 

@@ -32,13 +32,16 @@ def read_workload(source: str, *, samples: int | None = None, seed: int = 0) -> 
     replacement by `numpy.random.default_rng(seed).choice` (None: the whole file, in order).
     """
     if source.startswith(PRESET):
-        return generate(source[len(PRESET) :], samples or 512, seed=seed).workload
+        drawn = 512 if samples is None else samples
+        return generate(source[len(PRESET) :], drawn, seed=seed).workload
     lengths = read_lengths(source)
     if samples is not None:
         if samples < 1 or samples > len(lengths):
             raise ConfigError(
                 f"{samples} samples asked, {source!r} holds {len(lengths)}; ask for 1..that many"
             )
+        if seed < 0:
+            raise ConfigError(f"seed {seed}: found a negative one; use >= 0")
         picked = np.random.default_rng(seed).choice(np.asarray(lengths), samples, replace=False)
         lengths = tuple(int(x) for x in picked)
     return Workload(lengths=lengths)
@@ -47,10 +50,11 @@ def read_workload(source: str, *, samples: int | None = None, seed: int = 0) -> 
 def read_lengths(source: str | Path) -> tuple[int, ...]:
     """Lengths in tokens from a file by its suffix, or from stdin for `-`."""
     if str(source) == "-":
-        return _checked(_numbers(sys.stdin.read(), "stdin"), "stdin")
+        text = "" if sys.stdin is None else sys.stdin.read()
+        return _checked(_numbers(text, "stdin"), "stdin")
     path = Path(source)
     readers: dict[str, Callable[[Path], Sequence[Any]]] = {
-        ".txt": lambda p: _numbers(p.read_text(encoding="utf-8"), str(p)),
+        ".txt": lambda p: _numbers(p.read_text(encoding="utf-8-sig"), str(p)),
         ".json": _json,
         ".npy": _npy,
         ".idx": _idx,
@@ -100,8 +104,9 @@ def _json(path: Path) -> Sequence[Any]:
 def _npy(path: Path) -> Sequence[Any]:
     try:
         array = np.load(path, allow_pickle=False)
-    except ValueError as error:
-        raise ConfigError(f"lengths {str(path)!r} is not a plain .npy array: {error}") from error
+    except (ValueError, EOFError, MemoryError, OverflowError) as error:
+        why = str(error).partition("If you trust")[0].strip()  # numpy's advice is to unpickle it
+        raise ConfigError(f"lengths {str(path)!r} is not a plain .npy array: {why}") from error
     if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
         found = f"{array.dtype} of shape {array.shape}" if hasattr(array, "dtype") else type(array)
         raise ConfigError(f"lengths {str(path)!r}: found {found}, expected a 1-D array of integers")
@@ -113,16 +118,21 @@ def _idx(path: Path) -> Sequence[Any]:
     """Sequence lengths of a Megatron indexed dataset: int32 after a fixed header."""
     with path.open("rb") as file:
         header = file.read(_IDX_HEADER)
-        if len(header) < _IDX_HEADER or not header.startswith(_IDX_MAGIC):
+        if not header.startswith(_IDX_MAGIC):
             raise ConfigError(
                 f"lengths {str(path)!r} is not a Megatron .idx file: "
                 f"it starts with {header[:9]!r}, expected {_IDX_MAGIC!r}"
+            )
+        if len(header) < _IDX_HEADER:
+            raise ConfigError(
+                f"lengths {str(path)!r} is cut short: {len(header)} bytes, "
+                f"the header alone has {_IDX_HEADER}"
             )
         (version,) = struct.unpack_from("<Q", header, 9)
         (count,) = struct.unpack_from("<Q", header, 18)
         if version != 1:
             raise ConfigError(f"lengths {str(path)!r}: .idx version {version}, this reads 1")
-        body = file.read(4 * count)
+        body = file.read(min(4 * count, path.stat().st_size))
     if len(body) != 4 * count:
         raise ConfigError(
             f"lengths {str(path)!r} is cut short: {count} sequences promised, "

@@ -310,16 +310,27 @@ def _append(path: Path, mine: Mapping[str, Any], point: Point) -> None:
 
 
 def _resume(world: DataWorld, path: Path | None, mine: Mapping[str, Any]) -> list[Point]:
-    """Points of an earlier call, read by rank 0 and handed to all. Collective."""
-    text, trouble = b"", b""
+    """Points of an earlier call, read by rank 0 and handed to all. Collective. A last line without
+    its end was cut by whatever ended that call, and counts for nothing."""
+    text, trouble = b"", ""
     if world.rank == 0 and path is not None and path.exists():
-        text = path.read_bytes()
-        head = json.loads(text.splitlines()[0]).get("fingerprint") if text else None
-        if head != dict(mine):
-            trouble = f"{path} was measured with {head}, here is {dict(mine)}; remove it".encode()
-    text, trouble = _share(world, text), _share(world, trouble)
+        whole, end, cut = path.read_bytes().rpartition(b"\n")
+        try:
+            lines = [json.loads(line) for line in whole.splitlines()]
+            head = lines[0]["fingerprint"] if lines else dict(mine)
+            if head != dict(mine):
+                trouble = f"{path} was measured with {head}, here is {dict(mine)}"
+        except (ValueError, KeyError, TypeError) as error:
+            trouble = f"{path} is not a file of measured points ({error})"
+        if not trouble and not lines:
+            path.unlink()
+        elif not trouble:
+            text = whole
+            if cut:
+                path.write_bytes(whole + end)
+    text, trouble = _share(world, text), _share(world, trouble.encode()).decode()
     if trouble:
-        raise ConfigError(trouble.decode())
+        raise ConfigError(f"{trouble}; remove it")
     return [point_from_object(json.loads(line)) for line in text.splitlines()[1:]]
 
 

@@ -43,8 +43,10 @@ class Noise:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.slot < 0 or self.rank < 0:
-            raise ConfigError(f"noise: sigmas must be >= 0, found {self.slot} and {self.rank}")
+        if not (0 <= self.slot <= 10 and 0 <= self.rank <= 10):
+            raise ConfigError(
+                f"noise: sigmas of a logarithm lie in 0..10, found {self.slot} and {self.rank}"
+            )
 
     @property
     def on(self) -> bool:

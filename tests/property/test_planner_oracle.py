@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_dcp.cost import resolve
+from megatron_dcp.cost.derive import profile
 from megatron_dcp.errors import PlanError
 from megatron_dcp.plan import StepPlan, Topology, Workload, canonical_bytes, diff
 from megatron_dcp.planner import PlanRequest, make_plan
@@ -112,6 +113,16 @@ def test_a_sample_that_cannot_fit_is_named() -> None:
     assert "sample 1 of 409601 tokens" in text
     assert "28672070000 bytes" in text  # 409,601 / 8 tokens of 560,000 bytes
     assert "28672000000" in text
+
+
+def test_a_model_of_many_bytes_a_token_keeps_its_budget() -> None:
+    """2^40 tokens of gpt-30b are more bytes than 64 bits hold."""
+    topology = Topology(data_ranks=8, ranks_per_node=8)
+    workload, heavy = (
+        Workload(lengths=(9000,) * 12),
+        profile("h200", "gpt-30b", topology, lockstep=8),
+    )
+    same_bytes(PlanRequest(workload=workload, topology=topology, profile=heavy, lockstep=8))
 
 
 def test_headline_lengths() -> None:

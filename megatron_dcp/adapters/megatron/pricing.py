@@ -15,7 +15,7 @@ import torch
 
 from megatron_dcp.adapters.megatron import standins
 from megatron_dcp.config import MegatronConfig, PlannerConfig
-from megatron_dcp.cost import CostModel, CostProfile, Mode, Pack, resolve
+from megatron_dcp.cost import CostModel, CostProfile, Mode, Pack, budget_bytes, resolve
 from megatron_dcp.cost.derive import profile as derive
 from megatron_dcp.cost.models import ModelSpec
 from megatron_dcp.cost.profile import Overhead
@@ -91,7 +91,7 @@ def model_profile(
         profile = resolve(planner.cost)
         _check_model(profile, spec)
     if planner.memory_gb is not None:
-        return profile.with_budget(int(planner.memory_gb * 1e9))
+        return profile.with_budget(budget_bytes(planner.memory_gb))
     if megatron.max_tokens_per_rank is not None:
         return profile.with_budget(
             budget_of_tokens(profile, topology, megatron.max_tokens_per_rank)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
+from megatron_dcp.cli.outputs import check_folder
 from megatron_dcp.cli.simulate.options import SimulateOptions
 
 
@@ -29,6 +30,8 @@ def simulate(options: SimulateOptions) -> int:
     from megatron_dcp.sim.compare import to_object
 
     names = asked(options)
+    if options.out is not None:
+        check_folder(options.out)
     swept = check_sweep(options) if options.sweep else []
     study = run_study(options, with_baselines(names), to_stderr)
     everything = to_object(study.tallies, options.ranks)

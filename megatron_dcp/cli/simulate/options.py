@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Annotated, Literal
 import numpy as np
 import tyro
 
-from megatron_dcp.cost import CostProfile, resolve
+from megatron_dcp.cost import CostProfile, budget_bytes, resolve
 from megatron_dcp.cost.derive import always_recomputed
 from megatron_dcp.cost.derive import profile as analytic
 from megatron_dcp.cost.models import MODELS
@@ -82,9 +83,15 @@ class SimulateOptions:
     """Print the hardware and model presets and leave."""
 
     def __post_init__(self) -> None:
-        for name in ("ranks", "ranks_per_node", "steps", "batch", "seeds"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} is {getattr(self, name)}; use >= 1")
+        for name in ("ranks", "ranks_per_node", "steps", "batch", "seeds", "context"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; use >= 1")
+        if self.seed < 0:
+            raise ConfigError(f"--seed is {self.seed}; use >= 0")
+        rate = self.network_gbit_per_s
+        if rate is not None and not 0 < rate < math.inf:
+            raise ConfigError(f"--network-gbit-per-s is {rate}; use a number above 0")
         if (self.hardware is None) != (self.model is None):
             raise ConfigError("--hardware and --model go together; or pass --cost")
         if self.cost is not None and self.hardware is not None:
@@ -116,7 +123,7 @@ class SimulateOptions:
                 memory_gb=self.memory_gb, net_gbit_per_s=self.network_gbit_per_s,
             )  # fmt: skip
         found = resolve(self.cost or "a100-gpt7b")
-        return found if self.memory_gb is None else found.with_budget(int(self.memory_gb * 1e9))
+        return found if self.memory_gb is None else found.with_budget(budget_bytes(self.memory_gb))
 
     def replay_options(self, seed: int) -> ReplayOptions:
         parameters = MODELS[self.model].parameters if self.model is not None else None

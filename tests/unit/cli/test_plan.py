@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from megatron_dcp.cli.main import main
 from megatron_dcp.cost import resolve
-from megatron_dcp.plan import check_plan, load, loads
+from megatron_dcp.plan import canonical_bytes, check_plan, load, loads
 
 LENGTHS = Path(__file__).parents[2] / "data" / "lengths"
 WIKI = ["--lengths", str(LENGTHS / "wiki_512.txt"), "--ranks", "64", "--ranks-per-node", "8"]
@@ -53,7 +54,7 @@ def test_table_files_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 def test_readers_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = [5, 1000, 7000, 1, 333]
-    (tmp_path / "a.txt").write_text("\n".join(map(str, lengths)))
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(b"%d" % n for n in lengths))
     (tmp_path / "a.json").write_text(json.dumps(lengths))
     np.save(tmp_path / "a.npy", np.array(lengths, dtype=np.int32))
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, len(lengths), len(lengths) + 1)
@@ -80,7 +81,15 @@ BAD_INPUT = [
     (["--lengths", "good.txt", "--cost", "b300-gpt9"], 2, "neither a preset"),
     (["--lengths", "good.txt", "--strategy", "best"], 2, "unknown strategy 'best'"),
     (["--lengths", "good.txt", "--lockstep", "3"], 2, "do not tile"),
-    (["--lengths", "good.txt", "--memory-gb", "-1"], 2, "--memory-gb -1.0"),
+    (["--lengths", "good.txt", "--memory-gb", "-1"], 2, "memory of -1.0 GB"),
+    (["--lengths", "good.txt", "--memory-gb", "nan"], 2, "memory of nan GB"),
+    (["--lengths", "good.txt", "--step", "-1"], 2, "--step -1"),
+    (["--lengths", "good.txt", "--samples", "1", "--seed", "-1"], 2, "seed -1"),
+    (["--lengths", "preset:wiki", "--samples", "0"], 2, "found n 0"),
+    (["--lengths", "nothing.npy"], 2, "not a plain .npy array"),
+    (["--lengths", "endless.npy"], 2, "not a plain .npy array"),
+    (["--lengths", "endless.idx"], 2, "cut short: 4611686018427387904 sequences"),
+    (["--lengths", "header.idx"], 2, "cut short: 12 bytes"),
     (["--lengths", "good.txt", "--out", "no/such/folder.json"], 2, "cannot write"),
     (["--lengths", "huge.txt"], 1, "sample 1 of 5000000 tokens needs"),
 ]
@@ -94,10 +103,14 @@ def test_bad_input(
     files = {
         "negative.txt": "5\n-3\n", "words.txt": "5\nmany\n", "float.json": "[1.5]",
         "zero.json": "[1, 2, 0]", "object.json": "{}", "empty.txt": "\n", "good.txt": "5\n7\n",
-        "huge.txt": "5\n5000000\n", "lengths.csv": "1",
+        "huge.txt": "5\n5000000\n", "lengths.csv": "1", "nothing.npy": "",
+        "header.idx": "MMIDIDX\0\0\1\0\0",
+        "endless.idx": "MMIDIDX\0\0\1" + "\0" * 7 + "\4" + "\0" * 7 + "@" + "\0" * 8,
+        "endless.npy": "\x93NUMPY\1\0\x76\0{'descr': '<i8', 'fortran_order': False, "
+        + f"'shape': ({10**26},)}}".ljust(75) + "\n",
     }  # fmt: skip
     for name, text in files.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_text(text, encoding="latin-1")
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--ranks", "8", "--out", "plan.json", *options]) == code
     captured = capsys.readouterr()
@@ -116,3 +129,35 @@ def test_oversize_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "drop 1 samples" in captured.err
     assert main([*base, "truncate"]) == 0
     assert json.loads(capsys.readouterr().out)["lengths"] == [5, 409600, 7]
+
+
+def test_a_pipe_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
+    pipe, link, target = tmp_path / "pipe", tmp_path / "link.json", tmp_path / "target.json"
+    os.mkfifo(pipe)
+    link.symlink_to(target)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    options = ["plan", *WIKI, "--samples", "8", "--ranks", "8"]
+    assert main([*options, "--out", str(pipe)]) == 0
+    assert pipe.is_fifo()
+    assert main([*options, "--out", str(link)]) == 0
+    assert link.is_symlink()
+    assert canonical_bytes(loads(os.read(reader, 100_000))) == canonical_bytes(load(target))
+    os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("stdout", "words"), [("closed", ""), ("/dev/full", "cannot write the output: No space left")]
+)
+def test_stdout_that_takes_no_more_ends_without_a_traceback(stdout: str, words: str) -> None:
+    command = [sys.executable, "-m", "megatron_dcp", "plan", *WIKI, "--json"]
+    if stdout == "closed":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open(stdout, os.O_WRONLY)
+    run = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(writer)
+    assert run.returncode == 1
+    assert run.stderr == (f"mdcp plan: {words} on device\n" if words else "")

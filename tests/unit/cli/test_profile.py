@@ -53,3 +53,20 @@ def test_bad_usage_exits_2(args, words, tmp_path, monkeypatch, capsys):
     assert main(["profile", *args]) == 2
     assert words in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_points_cut_by_an_interrupt_are_resumed_and_other_damage_is_named(tmp_path, capsys):
+    out = tmp_path / "p.json"
+    args = ["profile", "--model", "megatron_dcp.testing.models:narrow_gpt", "--max-tokens", "64",
+            "--repeats", "1", "--clock", "cpu", "--out", str(out)]  # fmt: skip
+    points = out.with_suffix(".points.jsonl")
+    assert main(args) == 0
+    whole = points.read_bytes()
+    points.write_bytes(whole[:-20])
+    assert main(args) == 0
+    assert points.read_bytes().count(b"\n") == whole.count(b"\n")
+    assert main(args) == 0
+    points.write_bytes(b"not points\n" + whole)
+    capsys.readouterr()
+    assert main(args) == 2
+    assert "not a file of measured points" in capsys.readouterr().err

@@ -97,6 +97,12 @@ def test_length_files_and_context_limit(tmp_path, capsys):
         (["--sweep", "memory"], "pass --hardware"),
         (["--sweep", "model"], "pass --hardware and --model"),
         (["--steps", "0"], ">= 1"),
+        (["--context", "-5"], ">= 1"),
+        (["--memory-gb", "nan"], "memory of nan GB"),
+        (["--hardware", "h200", "--model", "gpt-7b", "--memory-gb", "inf"], "memory of inf GB"),
+        (["--hardware", "h200", "--model", "gpt-7b", "--network-gbit-per-s", "0"], "above 0"),
+        (["--noise-slot", "nan"], "sigmas"),
+        (["--out", __file__], "is not a folder"),
     ],
 )
 def test_bad_usage_exits_2_with_the_reason(args, words, capsys):

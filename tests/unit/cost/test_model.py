@@ -157,6 +157,15 @@ def test_fingerprint_and_fit_do_not_change_the_digest():
         ({"surprise": 1}, "surprise"),
         ({"overlap": {"ring": 2.0}}, "overlap.ring"),
         ({"model": {}}, "missing keys"),
+        ({"head_bytes_per_token": 1e300}, "head_bytes_per_token is 1e[+]300"),
+        ({"attn_us_per_pair": 10**400}, r"1000000000.*\(401 characters\)"),
+        ({"static_bytes": float("nan")}, "static_bytes is nan"),
+        ({"name": "\ud800"}, "surrogates"),
+        (
+            {"overhead_us": {"async_": 5.0}},
+            r"unknown keys \['async_'\]; known are \['async', 'lock",
+        ),
+        ({"links": [{"max_degree": True, "us_per_byte": 0.0, "latency_us": 0.0}]}, "max_degree"),
     ],
 )
 def test_a_bad_profile_says_which_key(change, text):
