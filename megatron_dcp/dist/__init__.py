@@ -12,6 +12,7 @@ from megatron_dcp.dist.context import (
     use_placement,
 )
 from megatron_dcp.dist.pacing import LinkPacer
+from megatron_dcp.dist.samples import sum_by_sample, sum_over_block
 from megatron_dcp.dist.wire import Pending, Wire
 from megatron_dcp.dist.world import DataWorld
 
@@ -29,5 +30,7 @@ __all__ = [
     "make_context",
     "packed",
     "set_current",
+    "sum_by_sample",
+    "sum_over_block",
     "use_placement",
 ]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_dcp.dist import PlacementContext
+from megatron_dcp.dist import PlacementContext, sum_by_sample, sum_over_block
 from megatron_dcp.errors import AdapterError
 
 
@@ -50,45 +50,20 @@ def sample_balance_loss(
     `sum_j experts * sum_e f_je P_je`, f and P being the routed share and the mean probability of
     expert e over the tokens (and layers) of sample j. Collective over the block.
     """
-    spans = ctx.shards.ranks[ctx.block_rank]
     device = router_logits[0].device
-    rows = torch.tensor(
-        [s.sample for s in spans for _ in range(s.stop - s.start)], device=device, dtype=torch.int64
-    )
     n = len(ctx.lengths)
     counts = torch.zeros(n, experts, device=device)
     sums = torch.zeros(n, experts, device=device)
-    for whole in router_logits:
-        logits = whole[: rows.numel()]  # a rank without tokens runs one filler row
+    for logits in router_logits:
         p = torch.softmax(logits, dim=-1).float()
         chosen = torch.topk(p, top_k, dim=-1).indices
         hits = torch.zeros_like(p).scatter_add_(1, chosen, torch.ones_like(p[:, :top_k]))
-        counts = counts.index_add(0, rows, hits)
-        sums = sums.index_add(0, rows, p)
-    counts = sum_over_block(counts.detach(), ctx)
+        counts = counts + sum_by_sample(hits, ctx)
+        sums = sums + sum_by_sample(p, ctx)
+    counts = sum_over_block(counts.detach(), ctx, "moe")
     tokens = torch.tensor(ctx.lengths, device=device, dtype=torch.float32)
     total = (tokens * len(router_logits)).unsqueeze(1)
     return experts * (counts / total * (sums / total)).sum()
-
-
-def sum_over_block(x: Tensor, ctx: PlacementContext) -> Tensor:
-    """Sum of equal-shaped tensors over the ranks of the block, by point-to-point on the data group.
-
-    Rank r's part goes to every other member; blocks are small and the tensors too. No gradients.
-    """
-    if ctx.degree == 1:
-        return x
-    world, first = ctx.world, ctx.placement.first_rank
-    others = [first + i for i in range(ctx.degree) if i != ctx.block_rank]
-    parts = {peer: torch.empty_like(x) for peer in others}
-    world.wire.start_exchange(
-        [(x, peer) for peer in others], [(parts[p], p) for p in others], world.group, "moe"
-    ).wait()
-    parts[world.rank] = x
-    total = torch.zeros_like(x)
-    for rank in sorted(parts):  # one order on every rank
-        total = total + parts[rank]
-    return total
 
 
 def unsupported_layers(model: nn.Module) -> list[str]:

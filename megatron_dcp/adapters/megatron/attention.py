@@ -164,8 +164,11 @@ def plan_aware_self_attention(base: type) -> type:
         return base
 
     class PlanAwareSelfAttention(base):  # type: ignore[misc]
+        mdcp_placement: PlacementContext | None = None  # of the forward that ran last
+
         def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             context = placement_of(kwargs.get("packed_seq_params"))
+            self.mdcp_placement = context
             if context is None:
                 return super().forward(hidden_states, *args, **kwargs)
             if kwargs.get("rotary_pos_emb") is not None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dcp.adapters.megatron.balance import KIND, balance_fault, follow_samples
 from megatron_dcp.adapters.megatron.collect import FieldSpec, Reader, StepData, collect
 from megatron_dcp.adapters.megatron.domain import Domain, build_domain
 from megatron_dcp.adapters.megatron.microbatch import (
@@ -126,6 +127,8 @@ class MegatronDcp:
 
         configs = [get_model_config(chunk) for chunk in chunks]
         check_model(configs[0], self.megatron)
+        for chunk in chunks:
+            follow_samples(chunk)
         domain = build_domain()
         vocab = _vocab(chunks[0])
         self._profile = model_profile(
@@ -375,10 +378,13 @@ def _check_experts(config: Any, options: MegatronConfig) -> None:
     kinds = kinds if isinstance(kinds, list) else [kinds]
     coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
     for kind, coefficient in zip(kinds, coefficients * len(kinds), strict=False):
-        if coefficient and kind != "none":
-            # In packed form Megatron's sequence-level loss sees one sequence per microbatch, and
-            # its global one meets across ranks in every forward.
-            faults.append(f"moe_router_load_balancing_type {kind} (use none or coefficient 0)")
+        if coefficient and kind == KIND:
+            if fault := balance_fault(config):
+                faults.append(fault)
+        elif coefficient and kind != "none":
+            # `aux_loss` is of what shares a microbatch; `global_aux_loss` averages over the
+            # microbatches that have run before.
+            faults.append(f"moe_router_load_balancing_type {kind} (use {KIND}, or coefficient 0)")
     if getattr(config, "moe_expert_capacity_factor", None) is not None:
         faults.append("moe_expert_capacity_factor (drops tokens; use dropless routing)")
     if getattr(config, "moe_z_loss_coeff", None):
