@@ -3,8 +3,8 @@
 For a vocabulary of 150,000 and a pack of 32,000 tokens the logits alone are 19 GB in fp32. The
 causal-LM head is therefore replaced, for a microbatch, by one that returns the loss of every token:
 chunk by chunk, each chunk's logits made again in backward. The head still runs inside the model's
-forward, where FSDP2 and ZeRO-3 have its weight gathered. Liger's fused kernel is used on devices
-that it supports.
+forward, where FSDP2 and ZeRO-3 have its weight gathered. On a GPU Liger's fused kernel is used
+where it is installed (see `adapters.hf.liger`).
 
 Labels and weights belong to the microbatch (already shifted): see `megatron_dcp.dispatch`.
 """
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from megatron_dcp.adapters.hf.liger import IGNORE, liger_kernel, suits
 from megatron_dcp.errors import AdapterError
 
-IGNORE = -100
 _CHUNK_TOKENS = 1024
 
 
@@ -70,6 +70,9 @@ class FusedHead:
             logits: Tensor = self.stock(hidden)
             return logits
         labels, rows = self.labels.reshape(-1), hidden.reshape(-1, hidden.shape[-1])
+        if suits(self.head, rows) and (kernel := liger_kernel()[0]) is not None:
+            head: Any = self.head
+            return kernel(rows, head.weight, labels, head.bias).reshape(*hidden.shape[:-1], 1)
         losses = chunked_token_losses(rows, labels, self.stock, chunk_tokens=self.chunk_tokens)
         return losses.reshape(*hidden.shape[:-1], 1)
 

@@ -70,6 +70,11 @@ TRAINERS = (
         install="build github.com/NVIDIA/apex; the `apex` of the package index is another project",
     ),
     Trainer(
+        name="liger_kernel", module="liger_kernel", distributions=("liger-kernel",),
+        probe="liger_kernel.ops.fused_linear_cross_entropy",
+        install="pip install liger-kernel (needs Triton)",
+    ),
+    Trainer(
         name="flash_attn", module="flash_attn", distributions=("flash-attn",),
         probe="flash_attn.flash_attn_interface", install="pip install flash-attn (CUDA)",
     ),
