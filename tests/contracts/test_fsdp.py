@@ -60,3 +60,17 @@ def test_counts_differ_between_ranks_where_they_may(pool4: WorkerPool) -> None:
     """Unequal counts do happen: DDP reducing in every backward would be wrong without hanging."""
     results = pool4.run(4, CASE, kind="ddp", seed=3)
     assert len({tuple(r["counts"]) for r in results}) > 1
+
+
+def test_fsdp2_with_tensor_parallelism_over_a_device_mesh(pool4: WorkerPool) -> None:
+    """2 data ranks x 2 tensor ranks: planes run the same plan, each on its own heads."""
+    seen = set()
+    for seed in (3, 4):
+        for r in pool4.run(
+            4, "megatron_dcp.testing.cases.tensor_parallel:tensor_parallel_case", seed=seed
+        ):
+            assert r["error"] <= 1e-10, r["where"]
+            assert r["loss_error"] <= 1e-12
+            assert (r["backend"], r["data_ranks"]) == ("fsdp2", 2)
+            seen |= set(r["degrees"])
+    assert seen == {1, 2}

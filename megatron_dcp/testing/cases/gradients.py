@@ -128,7 +128,7 @@ def gradient_case(
     step = next(iter(loader))
     loss = run_step(engine, step)
     expected, grads = reference_step(reference_model, data, step.indices, normalize)
-    found = {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+    found = whole_gradients(model)
     error, where = gradient_error(found, grads)
     return {
         "error": error,
@@ -156,5 +156,10 @@ def wrap(model: nn.Module, wrapper: str) -> nn.Module:
     return model
 
 
-def _whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients by parameter name, sharded ones in full. Collective for these."""
+
+    def whole(x: Tensor) -> Tensor:
+        return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
