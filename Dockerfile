@@ -22,7 +22,7 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 RUN python -c "import torch; print('torch==' + torch.__version__)" > /tmp/keep.txt \
  && python -m pip install --constraint /tmp/keep.txt \
       "setuptools>=77" "setuptools-scm>=8" "pybind11>=2.13" ninja \
-      "numpy>=1.26" "msgspec>=0.18" "PyYAML>=6" "dacite>=1.8" "tyro>=0.9" "rich>=13" \
+      "numpy>=1.26" "tyro>=0.9" "rich>=13" \
       "matplotlib>=3.8" "plotly>=5.20" "highspy>=1.7" \
  && python -m pip install --no-deps "megatron-core==${MEGATRON_CORE}" \
  && DS_BUILD_OPS=0 python -m pip install --constraint /tmp/keep.txt "deepspeed==${DEEPSPEED}" \

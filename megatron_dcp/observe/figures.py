@@ -152,6 +152,7 @@ def gantt(bars: Sequence[Bar], title: str, lanes: Sequence[str] | None = None) -
             hovertemplate="%{hovertext}<br>from %{base:.2f} ms, %{x:.2f} ms<extra>%{y}</extra>",
         )
     figure.update_layout(barmode="overlay", showlegend=True)
+    figure.update_xaxes(range=[0, 1.02 * max((b.end_us for b in bars), default=1.0) / 1e3])
     height = min(1400, 190 + 18 * len(lanes))
     _layout(figure, title, "time from the start of the step (ms)", "", height=height)
     figure.update_yaxes(
@@ -202,6 +203,8 @@ def heatmap(values: Sequence[Sequence[float]], title: str, x: str, y: str, unit:
     )
     _layout(figure, title, x, y, height=max(300, min(900, 160 + 18 * len(values))))
     figure.update_yaxes(autorange="reversed")
+    if len(values) <= 32:
+        figure.update_yaxes(dtick=1)
     return figure
 
 

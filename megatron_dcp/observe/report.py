@@ -13,6 +13,7 @@ from megatron_dcp.observe.run_dir import (
     MeasuredStep,
     Run,
     idle_by_rank,
+    measured_makespan_us,
     placement_times,
     planning_us,
 )
@@ -151,8 +152,9 @@ def _timelines(page: Page, run: Run, out: Path) -> list[Path]:
         for which, step in _chosen(steps):
             plan = step.plan
             assert plan is not None
-            title = f"{name}, step {step.step} ({which}): planned {plan.makespan_us / 1e3:,.1f} ms,"
-            title += f" measured {step.shares.step_s * 1e3:,.1f} ms"
+            title = f"{name}, step {step.step} ({which}): makespan planned "
+            title += f"{plan.makespan_us / 1e3:,.1f} ms, measured "
+            title += f"{measured_makespan_us(step) / 1e3:,.1f} ms"
             bars = side_by_side(planned_bars(plan), measured_bars(plan, step.events))
             page.figure(figures.gantt(bars, title))
             if plan.topology.data_ranks > MAX_RANKS:
@@ -174,20 +176,20 @@ def _idle(page: Page, run: Run) -> None:
 
 
 def _prediction(page: Page, run: Run, out: Path) -> list[Path]:
-    page.section("Prediction", "Each point is one placement or one step, predicted by the plan.")
+    text = "Each point is one placement, or the makespan of one step: from its start to the end of "
+    page.section("Prediction", text + "its last placement, without reduction and optimizer.")
     placements: Series = {}
     steps_: Series = {}
     for name, steps in _by_strategy(run).items():
         points = [p for s in steps for p in placement_times(s)]
         placements[name] = [(a / 1e3, b / 1e3) for a, b in points if a > 0 and b > 0]
-        steps_[name] = [
-            (s.plan.makespan_us / 1e3, s.shares.step_s * 1e3) for s in steps if s.plan is not None
-        ]
+        spans = [(s.plan.makespan_us, measured_makespan_us(s)) for s in steps if s.plan is not None]
+        steps_[name] = [(a / 1e3, b / 1e3) for a, b in spans if b > 0]
     if not any(placements.values()):
         page.note("No placement could be matched: plans or placement events are missing.")
         return []
     page.figure(figures.prediction_scatter(placements, "Time of each placement"))
-    page.figure(figures.prediction_scatter(steps_, "Time of each step"))
+    page.figure(figures.prediction_scatter(steps_, "Makespan of each step"))
     page.table(
         ("strategy", "placements", "median error", "90 % below"),
         [
@@ -223,7 +225,11 @@ def error_quantiles(points: Sequence[tuple[float, float]]) -> tuple[float, float
 
 
 def _planner(page: Page, run: Run) -> None:
-    page.section("Planner", "Planning time of rank 0; hidden time runs while a step computes.")
+    page.section(
+        "Planner",
+        "Time of the planner, and of rank 0's planning thread: hidden while another step runs, "
+        "exposed inside a step.",
+    )
     rows = []
     for name, steps in _by_strategy(run).items():
         pairs = [planning_us(s) for s in steps]
@@ -235,9 +241,7 @@ def _planner(page: Page, run: Run) -> None:
             f"{sum(p[0] for p in pairs) / len(pairs) / 1e3:.2f}",
             f"{sum(p[1] for p in pairs) / len(pairs) / 1e3:.2f}",
         ))  # fmt: skip
-    page.table(
-        ("strategy", "planner ms (in the plan)", "outside the step ms", "inside the step ms"), rows
-    )
+    page.table(("strategy", "planner (ms)", "hidden (ms)", "exposed (ms)"), rows)
 
 
 def _resources(page: Page, run: Run) -> None:
@@ -267,7 +271,7 @@ def _resources(page: Page, run: Run) -> None:
 def _facts(page: Page, run: Run) -> None:
     page.section("Configuration")
     facts: dict[str, Any] = dict(run.summary.get("config") or {})
-    for key in ("versions", "hardware", "commit", "command"):
+    for key in ("versions", "hardware", "command"):
         if key in run.summary:
             facts[key] = run.summary[key]
     page.facts({k: _flat(v) for k, v in facts.items()})

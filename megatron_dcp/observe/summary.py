@@ -7,10 +7,16 @@ machine cancels.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import platform
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +86,9 @@ class RunSummary:
             "schema": SCHEMA,
             "what": self.what,
             "config": dict(self.config),
+            "versions": versions(),
+            "hardware": hardware(),
+            "command": shlex.join(sys.argv),
             "strategies": {n: self._strategy(n, names) for n in names},
             **({"failed": self.failed} if self.failed else {}),
         }
@@ -125,6 +134,27 @@ class RunSummary:
         part.write_text(json.dumps(self.to_object(), indent=1) + "\n")
         part.replace(path)
         return path
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run depends on, as far as it is installed."""
+    out = {"python": platform.python_version()}
+    for name in ("megatron-dcp", "torch", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            out[name] = metadata.version(name)
+    return out
+
+
+def hardware() -> str:
+    """Processor name, cores and memory of this machine."""
+    name = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                name = line.partition(":")[2].strip()
+                break
+    gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{name}, {os.cpu_count()} cores, {gib:.0f} GiB"
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -13,13 +13,16 @@ from megatron_dcp.errors import ConfigError
 from megatron_dcp.observe.events import Event, step_window
 from megatron_dcp.plan import StepPlan, timeline
 
-_PALETTE = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#999933", "#882255")
+# Degrees 1, 2, 4 .. 4096; then those that are no power of two.
+_PALETTE = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#999933", "#882255",
+            "#117733", "#DDCC77", "#332288", "#CC6677", "#AA4499", "#44AA99")  # fmt: skip
 _WAIT, _REDUCE, _COMM = "#DDDDDD", "#777777", "#000000"
 
 
 def degree_colours(degrees: Sequence[int]) -> dict[int, str]:
-    """One colour per degree, the same in every figure of a plan."""
-    return {d: _PALETTE[i % len(_PALETTE)] for i, d in enumerate(sorted(set(degrees)))}
+    """One colour per degree, the same in every figure; powers of two never share one."""
+    shift = {d: 7 if d & (d - 1) else 0 for d in sorted(set(degrees))}
+    return {d: _PALETTE[(d.bit_length() - 1 + s) % len(_PALETTE)] for d, s in shift.items()}
 
 
 def draw_step(plan: StepPlan, events: Sequence[Event], path: str | Path, title: str) -> Path:
