@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -92,6 +93,17 @@ def test_the_wheel_has_the_planner_types_and_presets(built):
     assert not [n for n in names if n.startswith(("tests/", "benchmarks/"))]
 
 
+def test_the_wheel_is_a_manylinux_one_and_brings_no_library(built):
+    assert re.search(r"-manylinux_2_\d+_\w+\.whl$", built.wheel.name), built.wheel.name
+    with zipfile.ZipFile(built.wheel) as wheel:
+        assert not [n for n in wheel.namelist() if ".libs/" in n]
+    shown = subprocess.run(
+        [sys.executable, "-m", "auditwheel", "show", str(built.wheel)],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert "manylinux_2_" in shown.stdout
+
+
 def test_plan_simulate_and_doctor_run_without_torch(clean, tmp_path):
     done = run(clean, "python", "-c", "import torch", cwd=tmp_path)
     assert "ModuleNotFoundError" in done.stderr, "the venv is not clean"
@@ -118,3 +130,31 @@ def test_plan_simulate_and_doctor_run_without_torch(clean, tmp_path):
 
 def metadata_version(clean, cwd):
     return run(clean, "mdcp", "--version", cwd=cwd).stdout.strip()
+
+
+@pytest.mark.nightly
+def test_the_train_job_runs_from_a_wheel_with_the_ops(clean, built, tmp_path):
+    """The same venv with a wheel that has the ops, and torch beside it."""
+    subprocess.run(
+        ["bash", str(built.tree / "scripts/dev/wheel.sh"), str(tmp_path / "wheels")],
+        env={**os.environ, "PYTHON": sys.executable, "MDCP_BUILD_OPS": "1"},
+        check=True, timeout=500,
+    )  # fmt: skip
+    (wheel,) = (tmp_path / "wheels").glob("*manylinux*.whl")
+    subprocess.run(
+        [sys.executable, "-m", "pip", "--quiet", "--python", str(clean / "python"), "install",
+         "--no-deps", "--force-reinstall", str(wheel)],
+        check=True, timeout=120,
+    )  # fmt: skip
+    (site,) = (clean.parent / "lib").glob("python*/site-packages")
+    for dist in closure(["torch", "safetensors"]):
+        link_in(dist, site)
+    done = run(
+        clean, "python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "megatron_dcp", "train", "--repeats", "1", "--max-length", "512", "--global-batch",
+        "6", "--out", "run", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert set(json.loads((tmp_path / "run/summary.json").read_text())["strategies"]) == {
+        "packed:2", "static", "dcp",
+    }  # fmt: skip
