@@ -1,7 +1,7 @@
 // One layout of the async search: degrees, wide windows, filled gaps, degree 1 by LPT.
 #include <algorithm>
-#include <bit>
 
+#include "planner/load_heap.h"
 #include "planner/search.h"
 
 namespace mdcp {
@@ -185,6 +185,12 @@ void Search::fill_gaps(const Candidate& c, const std::vector<Gap>& gaps, std::ve
     while (next[i] != i) i = next[i] = next[next[i]];
     return i;
   };
+  // Without a grid tokens fall as times do: first entry of at most so many.
+  const bool falling = q_.profile.pairs != Pairs::grid;
+  const auto shortest_within = [&](i64 tokens) {
+    const auto longer = [&](int j, i64 t) { return q_.samples[j].tokens > t; };
+    return int(std::lower_bound(list.begin(), list.end(), tokens, longer) - list.begin());
+  };
   std::vector<bool> used(n, false);
   const i64 widest = i64(q_.samples.size()) <= 2 * q_.ranks ? kFillGapFew : kFillGap;
   // First entry of at most `us` on one rank.
@@ -209,7 +215,10 @@ void Search::fill_gaps(const Candidate& c, const std::vector<Gap>& gaps, std::ve
       i64 t = 0;
       for (i = free(i); i < n; i = free(i + 1)) {
         const Pack& s = q_.samples[list[i]];
-        if (s.tokens > room) continue;
+        if (s.tokens > room) {
+          if (falling) i = std::max(i, shortest_within(room) - 1);
+          continue;
+        }
         t = rounded(cost.parts(s, d, mode, 0).sum() + cost.overhead()) - empty;
         t = scaled(t, block.first, d);
         if (end + t <= c.target) break;
@@ -234,8 +243,7 @@ void Search::fill_gaps(const Candidate& c, const std::vector<Gap>& gaps, std::ve
   list.resize(kept);
 }
 
-// Longest processing time first; a rank's packs are filled first-fit. Key: (load, rank) in one
-// integer that holds them.
+// Longest processing time first; a rank's packs are filled first-fit. Key: of the heap.
 template <class Key>
 void Search::place_small(const std::vector<int>& small, Layout* out) const {
   struct Bin {
@@ -245,27 +253,12 @@ void Search::place_small(const std::vector<int>& small, Layout* out) const {
   std::vector<Bin> bins;
   bins.reserve(small.size());
   std::vector<int> first(q_.ranks, -1), last(q_.ranks, -1);
-  const int bits = std::bit_width(unsigned(q_.ranks - 1));
-  const size_t n = size_t(q_.ranks);
-  std::vector<Key> heap(n + 3, ~Key(0));  // four children a node; three sentinels
-  for (size_t r = 0; r < n; ++r)
-    heap[r] = Key(out->load[r] + scaled(open1_, int(r), 1)) << bits | Key(r);
-  const auto sift = [keys = heap.data(), n](size_t i) {
-    const Key x = keys[i];
-    for (size_t c = 4 * i + 1; c < n; c = 4 * i + 1) {
-      const size_t left = keys[c + 1] < keys[c] ? c + 1 : c;
-      const size_t right = keys[c + 3] < keys[c + 2] ? c + 3 : c + 2;
-      const size_t least = keys[right] < keys[left] ? right : left;
-      if (keys[least] >= x) break;
-      keys[i] = keys[least];
-      i = least;
-    }
-    keys[i] = x;
-  };
-  for (size_t i = (n + 2) / 4; i-- > 0;) sift(i);
+  LoadHeap<Key> heap(q_.ranks);
+  for (int r = 0; r < q_.ranks; ++r) heap.add(out->load[r] + scaled(open1_, r, 1), r);
+  heap.order();
   for (int j : small) {
-    const int r = int(heap[0] & ((Key(1) << bits) - 1));
-    i64 load = i64(heap[0] >> bits) + scaled(time1_[j], r, 1);
+    const int r = heap.id();
+    i64 load = heap.load() + scaled(time1_[j], r, 1);
     const i64 tokens = q_.samples[j].tokens;
     int b = first[r];
     while (b >= 0 && bins[b].room < tokens) b = bins[b].next;
@@ -283,8 +276,7 @@ void Search::place_small(const std::vector<int>& small, Layout* out) const {
     bins[b].room -= tokens;
     out->rank_of[j] = r;
     out->load[r] = load;
-    heap[0] = Key(load) << bits | Key(r);
-    sift(0);
+    heap.replace(load);
   }
 }
 
@@ -300,7 +292,7 @@ void Search::layout(const Candidate& c, Layout* out) const {
   out->base = out->load;
   i64 most = *std::max_element(out->load.begin(), out->load.end()) + open1_;
   for (int j : small) most += time1_[j] + open1_;
-  if (q_.speed.empty() && q_.ranks < 1 << 20 && most < i64(1) << 43)
+  if (q_.speed.empty() && fits_64(most, q_.ranks))
     place_small<std::uint64_t>(small, out);
   else
     place_small<unsigned __int128>(small, out);

@@ -2,7 +2,8 @@
 //
 // A shelf is filled widest first: long samples take the degree of least work that ends inside the
 // height, then degree 1 by LPT. Shelves are chosen one after another for the most area per
-// (height + overhead); at every step closing with one last shelf (height by bisection) is tried.
+// (height + overhead); at every step closing is tried: what is left is dealt in turn to a few
+// shelves of like mixture, each as low as bisection finds.
 #pragma once
 
 #include "planner/bound.h"
@@ -15,21 +16,41 @@ struct Piece {
   int first, size;
 };
 
+// Every sample on one rank, for each recompute value that was asked for.
+class Singles {
+ public:
+  struct Level {
+    i64 open = 0, cap = 0;  // us that opening a pack adds; tokens that it holds
+    std::vector<i64> time;  // per sample: us inside an open pack
+  };
+  explicit Singles(const Table& table) : table_(table), levels_(table.cost().layers() + 1) {}
+  const Level& at(int recompute) const;
+
+ private:
+  const Table& table_;
+  mutable std::vector<Level> levels_;
+};
+
 class Shelves {
  public:
-  Shelves(const Table& table, int first, int ranks);
+  Shelves(const Table& table, const Singles& singles, int first, int ranks);
 
-  // One shelf after another until every sample is placed; heights include the overhead.
-  // Appends placements from `slot` on; returns false when some sample does not fit here.
-  bool run(std::vector<int> samples, int slot, std::vector<Placement>* out) const;
+  // One shelf after another until every sample is placed; heights include the overhead. `samples`
+  // come by falling area. Appends placements from `slot` on; returns false when some sample does
+  // not fit here.
+  bool run(const std::vector<int>& samples, int slot, std::vector<Placement>* out) const;
 
  private:
   struct Shelf {
     std::vector<Block> blocks;
     std::vector<int> left;
     i64 height = 0;
-    double area = 0.0;
+    double area = 0.0, busy = 0.0;  // rank-us without overhead and recompute; area: on one rank
     int recompute = 0;
+  };
+  struct Stack {
+    std::vector<Shelf> shelves;
+    i64 total = std::numeric_limits<i64>::max() / 4;
   };
   struct Fit {
     int degree = 0, mode = 0;
@@ -40,30 +61,43 @@ class Shelves {
     i64 end, room;
     std::vector<int> samples;
   };
-  struct Small {
-    int sample;
-    i64 time;
-  };
   struct Wide {
     int sample;
     Fit fit;
   };
+  // Sums over samples that a shelf is to hold.
+  struct Load {
+    double area = 0.0;
+    i64 tokens = 0;
+  };
 
-  Shelf fill(const std::vector<int>& samples, i64 height, int recompute) const;
+  // Fills one shelf; `whole`: gives up (false) when a sample would be left.
+  bool fill(const std::vector<int>& samples, i64 height, int recompute, bool whole,
+            Shelf* out) const;
   // First rank of a free block, or -1; `used` counts the ranks taken of each piece.
   int allocate(int degree, std::vector<int>* used) const;
   void place_wide(const std::vector<Wide>& wide, i64 height, std::vector<int>* used,
                   std::vector<Open>* open, std::vector<int>* left) const;
-  void fill_gaps(i64 height, int recompute, std::vector<Small>* small,
-                 std::vector<Open>* open) const;
-  void place_small(const std::vector<Small>& small, const Fit& one, i64 height,
-                   const std::vector<int>& used, std::vector<Open>* open,
+  void fill_gaps(i64 height, int recompute, std::vector<int>* small, std::vector<Open>* open) const;
+  template <class Key>
+  void place_small(const std::vector<int>& small, int recompute, i64 height,
+                   const std::vector<int>& used, bool whole, std::vector<Open>* open,
                    std::vector<int>* left) const;
   Fit fit(int sample, i64 height, int recompute) const;
+  Load load(const std::vector<int>& samples) const;
+  double again(int recompute) const;
+  // Least us of a sample on any degree.
+  i64 fastest(int sample) const;
+  double estimate(const Load& all, i64 count) const;
+  // The least of estimate() over counts.
+  double estimate(const Load& all) const;
   bool close(const std::vector<int>& samples, i64 ceiling, Shelf* out) const;
-  bool best_shelf(const std::vector<int>& samples, Shelf* out) const;
+  bool deal(const std::vector<int>& samples, i64 ceiling, std::vector<Shelf>* out) const;
+  bool best_shelf(const std::vector<int>& samples, bool wide, Shelf* out) const;
+  void stack(std::vector<int> samples, bool wide, Stack* best) const;
 
   const Table& table_;
+  const Singles& singles_;
   int ranks_;
   std::vector<Piece> pieces_;
   std::vector<int> levels_;   // recompute values tried per shelf

@@ -49,12 +49,17 @@ Table::Table(const Request& request) : request_(request), cost_(request) {
     per_token_.push_back(linear + bound_overhead_ * share);
     if (r > 0 && per_token_[r] < per_token_[r - 1]) monotone_ = false;
   }
-  least_per_token_ = *std::min_element(per_token_.begin(), per_token_.end());
   for (const Pack& s : request.samples) {
     single_.push_back(cost_.parts(s, 1, {Scheme::local, 1}, 0));
     const double attention = single_.back().attention;
     area_.push_back(attention + p.linear_us * double(s.tokens) / cost_.stages());
-    floor_.push_back(double(s.tokens) * least_per_token_ + attention);
+    // Over every recompute; without one where more never amortises better.
+    double floor = double(s.tokens) * per_token_[0] + attention;
+    for (int r = 1; r <= layers && !monotone_; ++r) {
+      const double again = 1.0 + p.again_attention * (double(r) / layers);
+      floor = std::min(floor, double(s.tokens) * per_token_[r] + attention * again);
+    }
+    floor_.push_back(floor);
   }
 }
 
@@ -120,7 +125,7 @@ Option Table::cheapest(int sample, double limit, Family family, double keep) con
   for (size_t i = 0; i < degrees_.size(); ++i) {
     const int d = degrees_[i];
     if (area > limit * d || (family == Family::powers && !power_[i])) continue;
-    if (floor + tokens * suffix_[i] >= best.work * kSlack) break;
+    if (floor + tokens * suffix_[i] >= best.work * kSlack * keep) break;
     for (int m = 0; m < int(modes_[i].size()); ++m) {
       int r = least_recompute(s.tokens, d, m);
       if (r < 0) continue;

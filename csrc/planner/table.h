@@ -83,7 +83,7 @@ class Table {
   std::vector<double> suffix_;              // least wire rank-us per token from this degree on
   std::vector<double> per_token_;           // amortised linear + overhead per token, per recompute
   std::vector<double> memory_share_;        // bytes per token / net budget, per recompute
-  double least_per_token_ = 0.0, net_ = 0.0, bound_overhead_ = 0.0;
+  double net_ = 0.0, bound_overhead_ = 0.0;
   bool monotone_ = true;  // more recompute never amortises better
   // Most tokens per degree, then (mode, recompute); empty until a degree is asked for.
   mutable std::vector<std::vector<i64>> caps_;

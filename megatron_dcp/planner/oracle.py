@@ -28,6 +28,11 @@ def oracle_draft(request: PlanRequest, parameter: str | None = None) -> Draft:
     table.require_feasible()
     _, area = lower_bound(table)
     search = Search(table)
+    shelves = None
+    if request.lockstep > 1:
+        shelves = lockstep_plan(table, search, area)
+        if shelves is not None and request.lockstep == table.ranks:
+            return _fallback(request, *shelves)
     chosen, layouts = search.layouts(area)
     blocks, name = search.complete(chosen, layouts[0])
     placements, makespan = close_plan(table, finish(table, blocks))
@@ -36,10 +41,8 @@ def oracle_draft(request: PlanRequest, parameter: str | None = None) -> Draft:
         other, ends = close_plan(table, finish(table, blocks))
         if ends < makespan:
             placements, makespan = other, ends
-    if request.lockstep > 1:
-        shelves = lockstep_plan(table, search, area)
-        if shelves is not None and shelves[1] < makespan:
-            placements, makespan, name = shelves
+    if shelves is not None and shelves[1] < makespan:
+        placements, makespan, name = shelves
     return _fallback(request, placements, makespan, name)
 
 

@@ -73,13 +73,17 @@ class Table:
         self.monotone = all(
             a <= b for a, b in zip(self.per_token, self.per_token[1:], strict=False)
         )
-        lightest = min(self.per_token)
         self.area: list[float] = []
         self.floor: list[float] = []
         for s in self.samples:
             attention = self.cost.parts_us(s, 1, LOCAL, 0)[1]
             self.area.append(attention + p.linear_us_per_token * float(s.tokens) / self.stages)
-            self.floor.append(float(s.tokens) * lightest + attention)
+            # Over every recompute; without one where more never amortises better.
+            floor = float(s.tokens) * self.per_token[0] + attention
+            for r in range(1, 1 if self.monotone else self.layers + 1):
+                again = 1.0 + p.recompute_fraction.attention * (r / self.layers)
+                floor = min(floor, float(s.tokens) * self.per_token[r] + attention * again)
+            self.floor.append(floor)
 
     def in_family(self, degree: int, free: bool) -> bool:
         """Powers of two inside a node and of nodes, the whole node, all ranks; or any degree."""
