@@ -24,6 +24,7 @@ from megatron_dcp.dist import DataWorld, Pending, PlacementContext, Wire, make_c
 from megatron_dcp.dist.wire import as_bytes
 from megatron_dcp.plan import Placement, StepPlan
 from megatron_dcp.plan.replay import idle_share, makespan_us
+from megatron_dcp.runtime.memory import PeakMemory
 
 
 def _fill(target: Tensor, source: Tensor) -> None:
@@ -95,22 +96,45 @@ class VirtualWorld(DataWorld):
 Run = Callable[[PlacementContext], None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """One rank's forward + backward of a placement. peak_bytes: rise of the allocator's memory;
+    None on a CPU, where it is not measured here."""
+
+    us: int
+    peak_bytes: int | None = None
+
+
 def measure_placement(
-    plan: StepPlan, placement: Placement, run: Run, *, block_rank: int = 0, repeats: int = 1
-) -> int:
-    """Least wall time, us, in which `run` does one rank's forward + backward of a placement."""
-    n = plan.topology.data_ranks
-    world = VirtualWorld(rank=placement.first_rank + block_rank, size=n)
+    plan: StepPlan,
+    placement: Placement,
+    run: Run,
+    *,
+    block_rank: int = 0,
+    repeats: int = 1,
+    device: torch.device | str = "cpu",
+) -> Measured:
+    """Least wall time in which `run` does one rank's forward + backward of a placement."""
+    device, n = torch.device(device), plan.topology.data_ranks
+    world = VirtualWorld(rank=placement.first_rank + block_rank, size=n, device=device)
     lengths = [plan.lengths[i] for i in placement.samples]
     grids = plan.workload.shapes
     shapes = None if grids is None else [grids[i] for i in placement.samples]
-    times = []
+    cuda = device.type == "cuda"
+    times, peaks = [], []
     for _ in range(repeats):
         context = make_context(world, placement, lengths, shapes=shapes)
+        peak = PeakMemory(device) if cuda else None
+        if cuda:
+            torch.cuda.synchronize(device)
         begin = time.perf_counter_ns()
         run(context)
+        if cuda:
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter_ns() - begin)
-    return min(times) // 1000
+        if peak is not None:
+            peaks.append(peak.peak_bytes() or 0)
+    return Measured(us=min(times) // 1000, peak_bytes=max(peaks, default=None))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,13 +149,15 @@ class VirtualStep:
     comm: float
 
 
-def time_placements(plan: StepPlan, which: Sequence[int], run: Run) -> dict[int, int]:
-    """Measured us of some placements of a plan (by index), run one after another on this process.
+def time_placements(
+    plan: StepPlan, which: Sequence[int], run: Run, *, device: torch.device | str = "cpu"
+) -> dict[int, Measured]:
+    """Some placements of a plan (by index), run one after another on this process.
 
     One rank of each block is run, its first: the ranks of a block have equal work to within one
     token per sample and chunk.
     """
-    return {i: measure_placement(plan, plan.placements[i], run) for i in which}
+    return {i: measure_placement(plan, plan.placements[i], run, device=device) for i in which}
 
 
 def measured_step(plan: StepPlan, cost: CostModel, compute_us: Mapping[int, int]) -> VirtualStep:
