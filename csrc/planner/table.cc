@@ -133,7 +133,8 @@ Option Table::cheapest(int sample, double limit, Family family, double keep) con
       for (; r <= last; ++r) {
         const Parts t = d == 1 && r == 0 ? single_[sample] : cost_.parts(s, d, modes_[i][m], r);
         if (t.sum() + cost_.overhead() > limit) break;
-        const double w = work(s.tokens, t.attention * d, wires_[i][m], r);
+        const double w = keep < 1.0 ? t.sum() * d + tokens * (bound_overhead_ * memory_share_[r])
+                                    : work(s.tokens, t.attention * d, wires_[i][m], r);
         if (w < best.work * keep) best = {d, m, r, t.sum(), w};
       }
     }

@@ -23,7 +23,9 @@ class Table {
  public:
   explicit Table(const Request& request);
 
-  // The option of least work whose time alone plus overhead is at most `limit` us.
+  // The option of least work whose time alone plus overhead is at most `limit` us. keep below 1:
+  // the search's work, communication counted as it is; a wider block must bring it below `keep`
+  // times what a narrower one takes. 1: the bound's, which may leave some out.
   Option cheapest(int sample, double limit, Family family, double keep = 1.0) const;
   // The option of least time alone, over every legal degree.
   Option fastest(int sample) const;

@@ -65,10 +65,12 @@ class Table:
         self.net_budget = float(request.budget_bytes) - p.static_bytes
         self.bound_overhead = self.overhead - 0.5 if self.overhead >= 0.5 else 0.0
         self.per_token: list[float] = []
+        self.memory_share: list[float] = []
         for r in range(self.layers + 1):
             share = self.bytes_per_token(r) / self.net_budget if self.net_budget > 0.0 else 0.0
             linear = p.linear_us_per_token * (1.0 + p.linear_half_tokens * share) / self.stages
             linear = linear * (1.0 + p.recompute_fraction.linear * (r / self.layers))
+            self.memory_share.append(share)
             self.per_token.append(linear + self.bound_overhead * share)
         self.monotone = all(
             a <= b for a, b in zip(self.per_token, self.per_token[1:], strict=False)
@@ -170,7 +172,8 @@ class Table:
     def cheapest(self, sample: int, limit: float, free: bool, keep: float = 1.0) -> Option:
         """The option of least work whose time alone plus overhead is at most `limit`.
 
-        A wider block must bring the work below `keep` times what a narrower one takes.
+        keep below 1: the search's work, communication counted as it is; a wider block must bring it
+        below `keep` times what a narrower one takes. 1: the bound's, which may leave some out.
         """
         s, best = self.samples[sample], Option()
         floor, tokens = self.floor[sample] * SLACK, float(s.tokens)
@@ -189,7 +192,10 @@ class Table:
                     alone, attention = self.alone(s, d, mode, r)
                     if alone + self.overhead > limit:
                         break
-                    w = self._work(s.tokens, attention * d, self.wires[d][m], r)
+                    if keep < 1.0:
+                        w = alone * d + tokens * (self.bound_overhead * self.memory_share[r])
+                    else:
+                        w = self._work(s.tokens, attention * d, self.wires[d][m], r)
                     if w < best.work * keep:
                         best = Option(d, m, r, alone, w)
         return best
