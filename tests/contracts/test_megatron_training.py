@@ -162,6 +162,19 @@ def test_launch_says_what_it_looked_for_without_megatron_training() -> None:
     assert "looked for megatron.training.arguments:add_megatron_arguments" in text
 
 
+def test_launch_starts_its_own_ranks(tmp_path: Path) -> None:
+    text = "import os, sys\nprint('rank', os.environ['RANK'], sys.argv[1:], flush=True)\n"
+    (tmp_path / "job.py").write_text(text)
+    done = subprocess.run(
+        [own_python(), "-m", "megatron_dcp", "launch", "--nproc-per-node", "2", "--allow-cpu",
+         "job.py", "--flag"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=250, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert sorted(done.stdout.splitlines()) == [f"rank {r} ['--flag']" for r in range(2)]
+
+
 def build_helpers(root: Path) -> None:
     """The index builder that Megatron compiles at its start, for the interpreter of the test.
 

@@ -37,7 +37,9 @@ PLACEHOLDERS = {"MEGATRON_FLAGS...", "ALL_OF_MEGATRONS_OWN_FLAGS"}
 
 def launch(argv):
     """The flags before the script, and ours among the script's; Megatron's own are not known."""
-    rest = argv[1:] if argv[0] == "--allow-cpu" else argv
+    rest = list(argv)
+    while rest[0] in ("--allow-cpu", "--nproc-per-node"):
+        rest = rest[1:] if rest[0] == "--allow-cpu" else rest[2:]
     assert rest[0].endswith(".py")
     parsed, unknown = add_flags(argparse.ArgumentParser()).parse_known_args(rest[1:])
     assert parsed.mdcp
@@ -67,6 +69,17 @@ PARSERS = {
 def commands(page):
     lines = page.read_text().replace("\\\n", " ")
     return [re.split(r"\s{3,}(?=[a-z#])", m[1])[0] for m in INDENTED.finditer(lines)]
+
+
+def test_the_launch_scripts_show_commands_that_parse():
+    found = 0
+    for script in sorted((ROOT / "scripts/launch").iterdir()):
+        text = re.sub(r"\[[^\]]*\]", "", script.read_text())  # [options]
+        for command in re.findall(r"^# {3}(?:.* )?(train\b.*)$", text, re.M):
+            argv = command.split()[1:]
+            PARSERS["train"](["8" if a == "N" else a for a in argv])
+            found += 1
+    assert found >= 4
 
 
 def mentions(page):
