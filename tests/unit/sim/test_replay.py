@@ -1,12 +1,16 @@
 """Replay against closed forms and against the plan's own makespan."""
 
 import itertools
+import time
 
+import numpy as np
 import pytest
 
+from megatron_dcp.cost import resolve
 from megatron_dcp.cost.derive import profile as preset
 from megatron_dcp.cost.profile import Overlap
-from megatron_dcp.plan import Topology
+from megatron_dcp.plan import Topology, Workload
+from megatron_dcp.planner import PlanRequest, make_plan
 from megatron_dcp.sim import Contention, Noise, ReplayOptions, replay
 
 TWO = Topology(data_ranks=2, ranks_per_node=2)
@@ -191,3 +195,18 @@ def test_presets_replay_to_the_plans_makespan(plans):
         for seed in range(5):
             plan = plans.random(p, topology, seed, grid=True)
             assert abs(replay(plan, p).makespan_us - plan.makespan_us) <= 1
+
+
+def test_ten_steps_of_4096_samples_on_1024_ranks_take_seconds():
+    """Planned and replayed in under 10 s of this process's time."""
+    topology = Topology(data_ranks=1024, ranks_per_node=8)
+    profile = resolve("a100-gpt7b")
+    rng = np.random.default_rng(3)
+    begin = time.process_time()
+    for step in range(10):
+        lengths = np.minimum(rng.lognormal(6.5, 1.1, 4096).astype(int) + 1, 100_000)
+        workload = Workload(lengths=tuple(int(n) for n in lengths))
+        request = PlanRequest(workload=workload, topology=topology, profile=profile, step=step)
+        plan = make_plan(request, "dcp")
+        assert abs(replay(plan, profile).makespan_us - plan.makespan_us) <= 1
+    assert time.process_time() - begin < 10
