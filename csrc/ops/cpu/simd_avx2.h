@@ -17,6 +17,8 @@ struct Avx2 {
   static V set(float x) { return _mm256_set1_ps(x); }
   static V load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, V v) { _mm256_storeu_ps(p, v); }
+  static void stream(float* p, V v) { _mm256_stream_ps(p, v); }  // p aligned to 32 bytes
+  static void fence() { _mm_sfence(); }  // after stream: before another thread reads
   static V add(V a, V b) { return _mm256_add_ps(a, b); }
   static V sub(V a, V b) { return _mm256_sub_ps(a, b); }
   static V mul(V a, V b) { return _mm256_mul_ps(a, b); }
@@ -94,6 +96,7 @@ struct Avx2 {
     store(x, v);
     for (int i = 0; i < 8; ++i) p[i] = float_to_bf16(x[i]);
   }
+  static void stream_bf16(uint16_t* p, V v) { store_bf16(p, v); }
   static void store_half(uint16_t* p, V v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

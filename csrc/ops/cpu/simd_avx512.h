@@ -17,6 +17,8 @@ struct Avx512 {
   static V set(float x) { return _mm512_set1_ps(x); }
   static V load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, V v) { _mm512_storeu_ps(p, v); }
+  static void stream(float* p, V v) { _mm512_stream_ps(p, v); }  // p aligned to 64 bytes
+  static void fence() { _mm_sfence(); }  // after stream: before another thread reads
   static V add(V a, V b) { return _mm512_add_ps(a, b); }
   static V sub(V a, V b) { return _mm512_sub_ps(a, b); }
   static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
@@ -85,14 +87,19 @@ struct Avx512 {
   static V load_half(const uint16_t* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
-  static void store_bf16(uint16_t* p, V v) {
+  static __m256i to_bf16(V v) {
     const __m512i u = _mm512_castps_si512(v);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     __m512i r = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
     const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
     r = _mm512_mask_or_epi32(r, nan, u, _mm512_set1_epi32(0x400000));
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16)));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(r, 16));
+  }
+  static void store_bf16(uint16_t* p, V v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bf16(v));
+  }
+  static void stream_bf16(uint16_t* p, V v) {  // p aligned to 32 bytes
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), to_bf16(v));
   }
   static void store_half(uint16_t* p, V v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),

@@ -134,11 +134,19 @@ struct Tiles {
     }
   }
 
-  // Stores, or for float32 with `add` accumulates, n values times `factor`.
+  // Whether results of this size are written around the caches: a line that is written whole need
+  // not be fetched first, and one so far from its reader would not stay in the cache anyway.
+  static bool past_caches(const Rows& x, int64_t rows, int64_t heads, int64_t dim) {
+    return rows * heads * dim * element_bytes(x.dtype) >= int64_t{4} << 20;
+  }
+
+  // Stores, or for float32 with `add` accumulates, n values times `factor`. After stores `past` the
+  // caches the thread owes the others an S::fence().
   static void store_floats(const Rows& x, int64_t row, int64_t head, int64_t n, const float* src,
-                           float factor, bool add) {
+                           float factor, bool add, bool past = false) {
     void* p = x.at(row, head);
     const V f = S::set(factor);
+    past &= reinterpret_cast<uintptr_t>(p) % 64 == 0;
     int64_t i = 0;
     if (x.dtype == DType::kFloat32) {
       float* d = static_cast<float*>(p);
@@ -146,11 +154,17 @@ struct Tiles {
         for (; i + W <= n; i += W) S::store(d + i, S::add(S::load(d + i), S::load(src + i)));
         for (; i < n; ++i) d[i] += src[i];
       } else {
+        if (past) {
+          for (; i + W <= n; i += W) S::stream(d + i, S::mul(S::load(src + i), f));
+        }
         for (; i + W <= n; i += W) S::store(d + i, S::mul(S::load(src + i), f));
         for (; i < n; ++i) d[i] = src[i] * factor;
       }
     } else if (x.dtype == DType::kBFloat16) {
       uint16_t* d = static_cast<uint16_t*>(p);
+      if (past) {
+        for (; i + W <= n; i += W) S::stream_bf16(d + i, S::mul(S::load(src + i), f));
+      }
       for (; i + W <= n; i += W) S::store_bf16(d + i, S::mul(S::load(src + i), f));
       for (; i < n; ++i) d[i] = float_to_bf16(src[i] * factor);
     } else {

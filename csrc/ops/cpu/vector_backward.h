@@ -17,7 +17,7 @@ struct Backward {
   using V = typename S::V;
   static constexpr int W = S::W;
   static constexpr int64_t kQ = T::kPanel;  // rows of a q piece: one panel
-  static constexpr int64_t kStrip = 24;     // keys whose scores are alive at once
+  static constexpr int64_t kStrip = 12;     // keys whose scores are alive at once
   static constexpr int64_t kQUnits = kQ / T::kPer;
 
   const BackwardArgs& a;
@@ -25,6 +25,7 @@ struct Backward {
   const BackwardPlan& plan;
   float* partial;  // [partial rows, heads, dim], float32 sums of dq for 16-bit outputs
   const int64_t group, dim, du, depth, wide, panels, max_keys;
+  const bool past_q, past_k;  // dq; dk and dv are written around the caches
   float *k_rows, *v_rows, *k_columns, *dk, *dv;
   float *q_t, *dout_t, *q_n, *dout_n, *lse, *delta;
   float *s, *dp, *p_a, *ds_a, *ds_b, *dq_t, *spare, *keep;
@@ -43,7 +44,9 @@ struct Backward {
         depth(round_up(du, W)),
         wide(round_up(dim, W)),
         panels(round_up(dim, T::kPanel) / T::kPanel),
-        max_keys(piece_keys(args.shape)) {
+        max_keys(piece_keys(args.shape)),
+        past_q(T::past_caches(args.dq, args.shape.total_q, args.shape.heads, args.shape.dim)),
+        past_k(T::past_caches(args.dk, args.shape.total_k, args.shape.kv_heads, args.shape.dim)) {
     float* at = nullptr;
     for (int pass = 0; pass < 2; ++pass) {  // first count, then hand out
       int64_t used = 0;
@@ -80,6 +83,7 @@ struct Backward {
     for (int64_t kv = task.first_head; kv < task.last_head; ++kv) {
       run(task.index, kv);
     }
+    if (past_q || past_k) S::fence();
   }
 
  private:
@@ -108,8 +112,8 @@ struct Backward {
       }
     }
     for (int64_t r = 0; r < piece.len; ++r) {
-      T::store_floats(a.dk, piece.start + r, kv, dim, dk + r * wide, 1.0f, a.accumulate);
-      T::store_floats(a.dv, piece.start + r, kv, dim, dv + r * wide, 1.0f, a.accumulate);
+      T::store_floats(a.dk, piece.start + r, kv, dim, dk + r * wide, 1.0f, a.accumulate, past_k);
+      T::store_floats(a.dv, piece.start + r, kv, dim, dv + r * wide, 1.0f, a.accumulate, past_k);
     }
   }
 
@@ -131,8 +135,8 @@ struct Backward {
     }
     const int64_t first = begin / T::kPer, count = T::units(end) - first;
     if (begin < end) {
-      T::template product<false>(wide, 0, T::kPanel / W, count, k_columns + first, column_stride(),
-                                 ds_b + first * kQ, 0, dq_t, kQ);
+      T::template product<false>(wide, 0, (rows.len + W - 1) / W, count, k_columns + first,
+                                 column_stride(), ds_b + first * kQ, 0, dq_t, kQ);
     }
     add_dq(rows, q_index, head, turn, begin < end);
   }
@@ -154,16 +158,22 @@ struct Backward {
   // rowsum(dout * out) - dlse. Taken anew by every task that sees the row: little beside the
   // products, and a pass of its own would read dout and out from memory once more.
   float delta_of(int64_t row, int64_t head) {
-    float *x = spare, *y = spare + wide;
-    S::store(x + wide - W, S::zero());
-    S::store(y + wide - W, S::zero());
-    T::load_floats(x, a.out, row, head, dim);
-    T::load_floats(y, a.dout, row, head, dim);
+    const float* x = float_row(spare, a.out, row, head);
+    const float* y = float_row(spare + wide, a.dout, row, head);
     V total = S::zero();
     for (int64_t d = 0; d < wide; d += W) total = S::fma(S::load(x + d), S::load(y + d), total);
     const float* dlse = static_cast<const float*>(a.dlse.data);
     const float own = dlse ? dlse[head * a.dlse.head_stride + row * a.dlse.row_stride] : 0.0f;
     return S::sum(total) - own;
+  }
+
+  // A row of `wide` floats, zero beyond dim: the storage itself where it will do, else in `line`.
+  const float* float_row(float* line, const Rows& x, int64_t row, int64_t head) const {
+    if (x.dtype == DType::kFloat32 && dim == wide)
+      return static_cast<const float*>(x.at(row, head));
+    S::store(line + wide - W, S::zero());
+    T::load_floats(line, x, row, head, dim);
+    return line;
   }
 
   // Keys [k, k + n) of the piece against q columns [first, last) in vectors.
@@ -278,7 +288,8 @@ struct Backward {
     if (a.dq.dtype == DType::kFloat32 || visits == 1) {
       const bool add = a.accumulate || turn > 0;
       for (int64_t r = 0; r < rows.len; ++r) {
-        T::store_floats(a.dq, rows.start + r, head, dim, spare + r * wide, 1.0f, add);
+        T::store_floats(a.dq, rows.start + r, head, dim, spare + r * wide, 1.0f, add,
+                        past_q && visits == 1);
       }
     } else {
       const Rows sums{partial, DType::kFloat32, a.shape.heads * dim, dim};

@@ -33,12 +33,13 @@ struct Forward {
   using V = typename S::V;
   static constexpr int W = S::W;
   static constexpr int64_t kChunk = 256;  // keys packed at once
-  static constexpr int64_t kStrip = 24;   // rows whose scores are alive at once
+  static constexpr int64_t kStrip = 12;   // rows whose scores are alive at once
   static constexpr int64_t kRows = 256;   // rows of a task, over its heads
 
   const ForwardArgs& a;
   const SegmentList& list;
   const int64_t group, dim, du, depth, wide, panels;
+  const bool past;  // out is written around the caches
   float *q, *keys, *values, *acc, *top, *sum, *scores, *probs, *spare;
 
   static int64_t piece_rows(const Shape& s) {
@@ -53,7 +54,9 @@ struct Forward {
         du(T::units(dim)),
         depth(round_up(du, W)),
         wide(round_up(dim, W)),
-        panels(round_up(dim, T::kPanel) / T::kPanel) {
+        panels(round_up(dim, T::kPanel) / T::kPanel),
+        past(!args.merge &&
+             T::past_caches(args.out, args.shape.total_q, args.shape.heads, args.shape.dim)) {
     const int64_t rows = round_up(group * piece_rows(args.shape), 16);
     float* at = scratch_floats(rows * (depth + wide + 2) + kChunk * depth + kChunk * wide +
                                panels * T::kPanel * kChunk + 2 * kStrip * kChunk +
@@ -79,6 +82,7 @@ struct Forward {
     for (int64_t kv = task.first_head; kv < task.last_head; ++kv) {
       run(task.piece, kv);
     }
+    if (past) S::fence();
   }
 
  private:
@@ -217,7 +221,7 @@ struct Forward {
         const int64_t m = g * piece.len + r;
         const bool live = sum[m] != 0.0f;
         const float inverse = live ? 1.0f / sum[m] : 0.0f;
-        T::store_floats(a.out, piece.start + r, head, dim, acc + m * wide, inverse, false);
+        T::store_floats(a.out, piece.start + r, head, dim, acc + m * wide, inverse, false, past);
         *stat(head, piece.start + r) = live ? top[m] * kLn2 + std::log(sum[m]) : -kInfinity;
       }
     }

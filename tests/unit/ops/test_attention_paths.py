@@ -156,6 +156,29 @@ def test_bits_do_not_depend_on_packing(path, dtype):
             assert torch.equal(a[rows], b)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "dim"), [(torch.float32, 64), (torch.bfloat16, 64), (torch.float32, 40)]
+)
+def test_results_written_around_the_caches_have_the_same_bits(path, dtype, dim):
+    """A pack whose out, dq, dk and dv pass 4 MiB, against one of its sequences alone."""
+    if path == "scalar":
+        pytest.skip("the scalar path has one way to write")
+    length, count = 32, 4 * 2**20 // (32 * 8 * dim * dtype.itemsize) + 1
+    tensors = make(length * count, length * count, 8, 8, dim, dtype)
+    weight = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(9))
+
+    def run(lengths, rows):
+        at = cu(lengths)
+        one = [x[rows] for x in (*tensors, weight)]
+        return outputs(lambda q, k, v: ops.varlen_attention(q, k, v, at, at)[0], one[:3], one[3])
+
+    packed = run([length] * count, slice(None))
+    for n in (0, count // 2, count - 1):
+        rows = slice(n * length, (n + 1) * length)
+        for a, b in zip(packed, run([length], rows), strict=True):
+            assert torch.equal(a[rows], b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, *LOW], ids=str)
 def test_merged_segments_agree_with_the_scalar_path(path, dtype):
     q, k, v = make(500, 600, 2, 1, 64, dtype)
