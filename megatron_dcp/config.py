@@ -6,10 +6,30 @@ The same dataclass makes the command line, the YAML file, the `--mdcp-*` flags a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+from megatron_dcp.errors import ConfigError
 
 Normalize = Literal["token", "sample"]
 Oversize = Literal["error", "drop", "truncate"]
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raises ConfigError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{name}={value!r}: use one of {', '.join(choices)}")
+
+
+def check_above_zero(name: str, value: float | None) -> None:
+    """Raises ConfigError unless `value` is None or a number above 0 (which a NaN is not)."""
+    if value is not None and not value > 0:
+        raise ConfigError(f"{name}={value!r}: use a number above 0, or None")
+
+
+def check_at_least(name: str, value: int | None, least: int) -> None:
+    """Raises ConfigError unless `value` is None or an integer >= `least`."""
+    if value is not None and (not isinstance(value, int) or value < least):
+        raise ConfigError(f"{name}={value!r}: use an integer >= {least}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +50,11 @@ class PlannerConfig:
     lockstep: str = "auto"
     recompute: Literal["auto", "off"] = "auto"
     oversize: Oversize = "error"
+
+    def __post_init__(self) -> None:
+        check_choice("recompute", self.recompute, ("auto", "off"))
+        check_choice("oversize", self.oversize, get_args(Oversize))
+        check_above_zero("memory_gb", self.memory_gb)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +79,12 @@ class RuntimeConfig:
     timeout_s: float | None = None
     watchdog_s: float | None = None
     watchdog_dir: str = "."
+
+    def __post_init__(self) -> None:
+        check_choice("normalize", self.normalize, get_args(Normalize))
+        check_at_least("plan_ahead", self.plan_ahead, 0)
+        for name in ("max_grad_norm", "timeout_s", "watchdog_s"):
+            check_above_zero(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

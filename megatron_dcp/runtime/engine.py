@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron_dcp.config import PlannerConfig, RuntimeConfig
-from megatron_dcp.cost import CostProfile
+from megatron_dcp.config import PlannerConfig, RuntimeConfig, check_at_least
+from megatron_dcp.cost import CostProfile, budget_bytes
 from megatron_dcp.dispatch import Dataset, ReadOptions
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Placement, StepPlan, Topology, lockstep_ranks
 from megatron_dcp.planner import PlanRequest, make_plan
+from megatron_dcp.planner.registry import find_strategy
 from megatron_dcp.runtime.backend import Backend, touch
 from megatron_dcp.runtime.driver import make_driver
 from megatron_dcp.runtime.eventlog import EventLog
@@ -73,6 +74,8 @@ class Engine:
                 "all ranks in every microbatch; use lockstep='auto' or 'all'"
             )
         self.log = EventLog(world, measure=runtime.measure)
+        if plan_fn is None:
+            find_strategy(planner.strategy)
         self._plan_fn = plan_fn or self._strategy_plan
         self.watchdog: Watchdog | None = None
         if runtime.watchdog_s is not None:
@@ -81,6 +84,7 @@ class Engine:
             )
         self._stop_flag: StopFlag | None = None
         self.stop_requested = False
+        self.open_step: int | None = None  # begun and not finished
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         return self.world.wire.all_reduce(x, self.world.group)
@@ -165,7 +169,7 @@ class Engine:
     def settings(self) -> PlanSettings:
         """What the plans of this engine's loaders depend on, besides lengths."""
         gigabytes = self.planner.memory_gb
-        budget = self.profile.budget_bytes if gigabytes is None else int(gigabytes * 1e9)
+        budget = self.profile.budget_bytes if gigabytes is None else budget_bytes(gigabytes)
         return PlanSettings(
             topology=self.topology,
             profile=self.profile,
@@ -204,6 +208,9 @@ class Engine:
         tensors a leading dimension of 1, as Transformers models expect. per_sample: names of fields
         that belong to the whole sample (images): every rank of its block gets them uncut.
         """
+        for name, value, least in (("steps", steps, 0), ("epochs", epochs, 0),
+                                   ("max_length", max_length, 1)):  # fmt: skip
+            check_at_least(name, value, least)
         found = dataset_lengths(dataset, lengths)
         empty = [i for i, n in enumerate(found) if n < 1]
         if empty:
@@ -286,6 +293,22 @@ class Engine:
         log.add("step", started_us, log.clock(), tokens=step.tokens)
         self.beat(IDLE, step=step.index)
         step.loss = float(totals[0]) / step.denominator if step.denominator else 0.0
+        self.open_step = None
+
+    def forget_open_step(self) -> None:
+        """Drop the gradients of a step that an exception broke off; they are no part of the next.
+
+        Raises ConfigError where the wrapper keeps them out of reach.
+        """
+        index, self.open_step = self.open_step, None
+        if index is None:
+            return
+        if self.backend.name not in ("bare", "ddp", "fsdp2"):
+            raise ConfigError(
+                f"step {index} was broken off, and {self.backend.name} cannot drop its gradients; "
+                "start again from the last checkpoint"
+            )
+        self.model.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Plan strategy and cost profile: what the plans of a resumed run depend on."""

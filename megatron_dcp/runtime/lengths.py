@@ -48,6 +48,10 @@ def dataset_shapes(
 def _values(dataset: Dataset, source: Any, what: str) -> Any:
     if isinstance(source, str):
         return _named(dataset, source, what)
+    if source is None:
+        raise ConfigError(
+            f"{what}=None: pass a list of {what}, a function of the sample's index, or a name"
+        )
     if callable(source):
         return [source(i) for i in range(len(dataset))]
     return source

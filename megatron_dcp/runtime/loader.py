@@ -106,11 +106,13 @@ class StepLoader:
         if not self.engine.backend.closing_dummy:
             self.engine.driver.end()
         self.engine.model.zero_grad(set_to_none=True)
+        self.engine.open_step = None
         self.engine.beat(IDLE)
         return peak.peak_bytes()
 
     def _open(self, prepared: Prepared, exposed_ms: float) -> Step:
         """Agree on a step with all ranks and make its groups."""
+        self.engine.forget_open_step()
         world, events = self.engine.world, self.engine.log
         events.step = prepared.step
         self.engine.beat("agree", step=prepared.step)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megatron_dcp.config import check_at_least
 from megatron_dcp.errors import ConfigError
 
 Remainder = Literal["drop", "short"]
@@ -32,11 +33,10 @@ class SamplerConfig:
     def __post_init__(self) -> None:
         if self.remainder not in ("drop", "short"):
             raise ConfigError(f"remainder={self.remainder!r}: use 'drop' or 'short'")
-        if self.batch < 1 or self.size < 1:
-            raise ConfigError(
-                f"a data set of {self.size} samples and global batches of {self.batch}: both must "
-                "be at least 1"
-            )
+        check_at_least("seed", self.seed, 0)
+        check_at_least("global_batch_size", self.batch, 1)
+        if self.size < 1:
+            raise ConfigError(f"a data set of {self.size} samples: it must have at least 1")
         if self.steps_per_epoch < 1:
             raise ConfigError(
                 f"global_batch_size {self.batch} is larger than the data set ({self.size} samples) "

@@ -159,6 +159,7 @@ class Step:
         if self._started_us:
             raise ConfigError(f"step {self.index} was iterated twice; its samples run only once")
         self._started_us = self.engine.log.clock()
+        self.engine.open_step = self.index
         closing = sum(mb.closing for mb in self.microbatches)
         self.engine.driver.begin(len(self.microbatches) - closing)
 

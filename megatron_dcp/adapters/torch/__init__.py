@@ -65,20 +65,9 @@ def initialize(
     ranks_per_node: default the launcher's LOCAL_WORLD_SIZE, else all ranks. planes: global ranks of
     each DP x CP plane where TP or PP is in use. The rest: see RuntimeConfig and PlannerConfig.
     """
-    descriptor = detect(model, name=backend)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    world = world or DataWorld(planes=planes, device=device, timeout_s=timeout_s)
-    if not descriptor.reduces:
-        world.broadcast_([x.data for x in (*model.parameters(), *model.buffers())])
-    if cost == "auto":
-        node = node_ranks(ranks_per_node, world.size)
-        topology = Topology(data_ranks=world.size, ranks_per_node=node)
-        profile = auto_profile(model, descriptor, topology)
-    else:
-        profile = _profile(cost, model, device, force=force_cost)
     planner = PlannerConfig(
         strategy=strategy,
-        cost=cost if isinstance(cost, str) else cost.name,
+        cost=cost.name if isinstance(cost, CostProfile) else str(cost),
         memory_gb=_gigabytes(memory),
         lockstep=str(lockstep),
         recompute=recompute,
@@ -93,6 +82,17 @@ def initialize(
         watchdog_s=watchdog_s,
         watchdog_dir=watchdog_dir,
     )
+    descriptor = detect(model, name=backend)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    world = world or DataWorld(planes=planes, device=device, timeout_s=timeout_s)
+    if not descriptor.reduces:
+        world.broadcast_([x.data for x in (*model.parameters(), *model.buffers())])
+    if cost == "auto":
+        node = node_ranks(ranks_per_node, world.size)
+        topology = Topology(data_ranks=world.size, ranks_per_node=node)
+        profile = auto_profile(model, descriptor, topology)
+    else:
+        profile = _profile(cost, model, device, force=force_cost)
     return Engine(
         model=model,
         optimizer=optimizer,
@@ -119,6 +119,8 @@ def _profile(
     cost: str | CostProfile, model: nn.Module, device: torch.device, *, force: bool
 ) -> CostProfile:
     """Resolve `cost`; a fitted profile must fit this device and model (or be forced)."""
+    if not isinstance(cost, (str, CostProfile)):
+        raise ConfigError(f"cost={cost!r}: pass 'auto', a preset, a file or a CostProfile")
     profile = resolve(cost) if isinstance(cost, str) else cost
     differing = check_fingerprint(profile, model_fingerprint(model, device), force=force)
     if differing:

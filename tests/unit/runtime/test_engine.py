@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megatron_dcp as mdcp
-from megatron_dcp.errors import ConfigError, PlanError
+from megatron_dcp.errors import ConfigError, NonFiniteLossError, PlanError
 from megatron_dcp.runtime import Engine
 from megatron_dcp.testing.models import TinyModel, weighted_loss_sum
 from megatron_dcp.testing.plans import finish_plan, tiny_profile
@@ -267,3 +267,53 @@ def test_clips_cannot_be_truncated_to_fit() -> None:
     e = engine(oversize="truncate")
     with pytest.raises(ConfigError, match="oversize='error' or 'drop'"):
         e.dataloader(Clips([2]), global_batch_size=1, lengths="lengths", shapes="shapes")
+
+
+@pytest.mark.parametrize("fault", ["exception", "nan"])
+def test_a_step_that_was_broken_off_leaves_nothing_in_the_next(fault: str) -> None:
+    def train(broken: bool) -> list[float]:
+        e, losses = engine(), []
+        loader = e.dataloader(Texts([7, 9, 3, 5]), global_batch_size=2, lengths="lengths")
+        while loader.position < len(loader):
+            try:
+                for step in loader:
+                    for mb in step:
+                        loss = weighted_loss_sum(e.model(**mb.inputs), mb.labels, mb.weights)
+                        mb.backward(loss * float("nan") if broken and fault == "nan" else loss)
+                        if broken and fault == "exception":
+                            raise ZeroDivisionError
+                    losses.append(step.finish())
+            except (ZeroDivisionError, NonFiniteLossError):
+                broken = False
+        return losses
+
+    assert train(broken=True) == train(broken=False)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"strategy": "fastest"}, {"recompute": "on"}, {"oversize": "keep"}, {"normalize": "batch"},
+        {"memory": float("nan")}, {"max_grad_norm": -1.0}, {"max_grad_norm": float("nan")},
+        {"plan_ahead": -1}, {"timeout_s": 0}, {"cost": 5},
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_at_once(option: dict[str, Any]) -> None:
+    name = next(iter(option))
+    with pytest.raises(ConfigError, match=name):
+        mdcp.initialize(TinyModel(), **{"cost": tiny_profile(), **option})
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"global_batch_size": 1.5}, "global_batch_size=1.5"), ({"lengths": None}, "lengths=None"),
+        ({"steps": -1}, "steps=-1"), ({"epochs": -1}, "epochs=-1"), ({"seed": -1}, "seed=-1"),
+        ({"max_length": 0}, "max_length=0"),
+    ],
+)  # fmt: skip
+def test_bad_loader_options_are_refused_at_once(option: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        engine().dataloader(
+            Texts([3, 4]), **{"global_batch_size": 1, "lengths": "lengths", **option}
+        )
