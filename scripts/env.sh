@@ -60,6 +60,10 @@ mdcp_build() {
   if [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && "$PY" -c 'import megatron_dcp._planner' 2>/dev/null; then
     return
   fi
+  if [ -z "${MDCP_BUILD_CUDA:-}" ] && ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+    export MDCP_BUILD_CUDA=0
+    mdcp_say "no GPU here: the CUDA kernels are left out (MDCP_BUILD_CUDA=1 builds them)"
+  fi
   mdcp_say "building the planner and the ops (about two minutes the first time)"
   (cd "$MDCP_ROOT" && "$PY" -m pip install --quiet --no-build-isolation --no-deps -e .) \
     || mdcp_die "the build failed; the compiler's message is above"

@@ -18,7 +18,7 @@ import os
 import types
 import typing
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -486,13 +486,3 @@ def remove() -> None:
     if _installed is not None:
         _installed.undo()
         _installed = None
-
-
-@contextmanager
-def where_needed(*, training: bool = True) -> typing.Iterator[Installed | None]:
-    """Stand-ins inside the block on a machine without GPU, nothing elsewhere."""
-    if torch.cuda.is_available():
-        yield None
-        return
-    yield install(training=training)
-    remove()
