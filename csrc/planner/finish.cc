@@ -78,13 +78,13 @@ int block_speed(const Request& request, int first, int degree) {
   return *std::min_element(request.speed.begin() + first, request.speed.begin() + first + degree);
 }
 
-void pack_block(const Table& table, const Block& block, std::vector<Placement>* out) {
+void pack_block(const Table& table, const Block& block, int more, std::vector<Placement>* out) {
   const std::vector<Pack>& samples = table.request().samples;
   const int d = block.degree;
   i64 cap = 0, tokens = 0;
   for (int m = 0; m < int(table.modes(d).size()); ++m) cap = std::max(cap, table.cap(d, m, 0));
   for (int j : block.samples) tokens += samples[j].tokens;
-  if (tokens <= cap || block.samples.size() == 1) {  // one pack
+  if (block.samples.size() == 1 || (tokens <= cap && more == 0)) {  // one pack
     Placement p;
     price(table, block.first, d, -1, block.samples, &p);
     out->push_back(std::move(p));
@@ -95,7 +95,13 @@ void pack_block(const Table& table, const Block& block, std::vector<Placement>* 
     return samples[a].tokens != samples[b].tokens ? samples[a].tokens > samples[b].tokens : a < b;
   });
   std::vector<Placement> best, other;
-  i64 total = price_all(table, block, first_fit(table, order, cap), &best);
+  const Packs packs = first_fit(table, order, cap);
+  const size_t count = std::min(packs.size() + size_t(more), order.size());
+  if (more > 0 && price_all(table, block, spread(table, order, count), &best) >= 0) {
+    for (Placement& p : best) out->push_back(std::move(p));
+    return;
+  }
+  i64 total = price_all(table, block, packs, &best);
   while (best.size() > 1 && table.request().recompute) {
     if (d == 1 && !table.fewer_may_win(tokens, int(best.size()))) break;
     const i64 t = price_all(table, block, spread(table, order, best.size() - 1), &other);
@@ -157,9 +163,15 @@ void close_plan(const Table& table, Plan* plan) {
   plan->makespan_us = replay(q, all);
 }
 
-Plan finish(const Table& table, const std::vector<Block>& blocks) {
+namespace {
+
+constexpr int kCuts = 64;  // tries of one more pack
+
+// more: packs of each block beyond what first-fit needs; empty: none.
+Plan assemble(const Table& table, const std::vector<Block>& blocks, const std::vector<int>& more) {
   Plan plan;
-  for (const Block& b : blocks) pack_block(table, b, &plan.placements);
+  for (size_t b = 0; b < blocks.size(); ++b)
+    pack_block(table, blocks[b], more.empty() ? 0 : more[b], &plan.placements);
   std::vector<int> next(table.request().ranks, 0);
   for (Placement& p : plan.placements) {
     const auto begin = next.begin() + p.first, end = begin + p.degree;
@@ -167,6 +179,30 @@ Plan finish(const Table& table, const std::vector<Block>& blocks) {
     std::fill(begin, end, p.slot + 1);
   }
   close_plan(table, &plan);
+  return plan;
+}
+
+}  // namespace
+
+Plan finish(const Table& table, const std::vector<Block>& blocks) {
+  Plan plan = assemble(table, blocks, {});
+  if (table.request().stages == 1) return plan;
+  std::vector<int> block_of(table.request().samples.size(), -1);
+  for (size_t b = 0; b < blocks.size(); ++b)
+    for (int j : blocks[b].samples) block_of[j] = int(b);
+  std::vector<int> more(blocks.size(), 0);
+  for (int k = 0; k < kCuts; ++k) {
+    i64 largest = 0;
+    for (const Placement& p : plan.placements) largest = std::max(largest, p.time_us);
+    std::vector<bool> cut(blocks.size(), false);
+    for (const Placement& p : plan.placements)
+      if (p.samples.size() > 1 && p.time_us >= largest - largest / 4)
+        cut[block_of[p.samples[0]]] = true;
+    for (size_t b = 0; b < blocks.size(); ++b) more[b] += cut[b];
+    Plan trial = assemble(table, blocks, more);
+    if (trial.makespan_us >= plan.makespan_us) break;
+    plan = std::move(trial);
+  }
   return plan;
 }
 

@@ -21,9 +21,11 @@ bool price(const Table& table, int first, int degree, int exact, const std::vect
            Placement* out);
 
 // Packs of one block: first-fit decreasing under the memory cap; one pack fewer, with recompute,
-// where that is faster. Appends placements with slot 0.
-void pack_block(const Table& table, const Block& block, std::vector<Placement>* out);
+// where that is faster; or `more` packs than first-fit needs. Appends placements with slot 0.
+void pack_block(const Table& table, const Block& block, int more, std::vector<Placement>* out);
 
+// Pipeline stages: the blocks of the largest placements are cut into one pack more while that is
+// faster.
 // Packs every block, gives each placement the first slot in which its ranks are free, sorts and
 // replays. The plan's bound and name are the caller's.
 Plan finish(const Table& table, const std::vector<Block>& blocks);

@@ -13,7 +13,7 @@ from megatron_dcp.errors import PlanError
 from megatron_dcp.plan import Placement, StepPlan
 from megatron_dcp.planner.baselines.static import static
 from megatron_dcp.planner.core import check_request
-from megatron_dcp.planner.oracle_finish import close_plan, finish
+from megatron_dcp.planner.oracle_finish import finish
 from megatron_dcp.planner.oracle_search import Search
 from megatron_dcp.planner.oracle_shelves import lockstep_plan
 from megatron_dcp.planner.oracle_table import Table, lower_bound
@@ -35,10 +35,10 @@ def oracle_draft(request: PlanRequest, parameter: str | None = None) -> Draft:
             return _fallback(request, *shelves)
     chosen, layouts = search.layouts(area)
     blocks, name = search.complete(chosen, layouts[0])
-    placements, makespan = close_plan(table, finish(table, blocks))
+    placements, makespan = finish(table, blocks)
     for layout in layouts[1:]:
         blocks, _ = search.complete(chosen, layout)
-        other, ends = close_plan(table, finish(table, blocks))
+        other, ends = finish(table, blocks)
         if ends < makespan:
             placements, makespan = other, ends
     if shelves is not None and shelves[1] < makespan:

@@ -11,6 +11,8 @@ from megatron_dcp.planner.oracle_layout import Block
 from megatron_dcp.planner.oracle_table import Table
 from megatron_dcp.planner.pricing import replayed_us
 
+CUTS = 64
+
 
 def price(
     table: Table, first: int, degree: int, exact: int, samples: list[int]
@@ -73,11 +75,19 @@ def _total(placements: list[Placement]) -> int:
     return sum(p.time_us for p in placements)
 
 
-def pack_block(table: Table, block: Block) -> list[Placement]:
-    """First-fit decreasing under the cap; fewer packs, with recompute, where that is faster."""
+def pack_block(table: Table, block: Block, more: int = 0) -> list[Placement]:
+    """First-fit decreasing under the cap; fewer packs, with recompute, where that is faster.
+
+    more: so many packs more than first-fit needs.
+    """
     order = sorted(block.samples, key=lambda j: (-table.samples[j].tokens, j))
     cap = max(table.cap(block.degree, m, 0) for m in range(len(table.modes[block.degree])))
-    best = _price_all(table, block, _first_fit(table, order, cap))
+    packs = _first_fit(table, order, cap)
+    if more > 0:
+        priced = _price_all(table, block, _spread(table, order, min(len(packs) + more, len(order))))
+        if priced is not None:
+            return priced
+    best = _price_all(table, block, packs)
     assert best is not None, "a block holds a sample that does not fit its degree"
     while len(best) > 1 and table.request.recompute:
         other = _price_all(table, block, _spread(table, order, len(best) - 1))
@@ -104,13 +114,36 @@ def close_plan(table: Table, placements: list[Placement]) -> tuple[list[Placemen
     return ordered, replayed_us(request, ordered)
 
 
-def finish(table: Table, blocks: list[Block]) -> list[Placement]:
+def _assemble(table: Table, blocks: list[Block], more: list[int]) -> list[Placement]:
     """Packs every block; a placement takes the first slot in which its ranks are free."""
     following = [0] * table.ranks
     out = []
-    for block in blocks:
-        for p in pack_block(table, block):
+    for block, extra in zip(blocks, more, strict=True):
+        for p in pack_block(table, block, extra):
             slot = max(following[p.first_rank : p.first_rank + p.degree])
             following[p.first_rank : p.first_rank + p.degree] = [slot + 1] * p.degree
             out.append(replace(p, slot=slot))
     return out
+
+
+def finish(table: Table, blocks: list[Block]) -> tuple[list[Placement], int]:
+    """(sorted placements, makespan). Pipeline stages: the blocks of the largest placements are cut
+    into one pack more while that is faster."""
+    more = [0] * len(blocks)
+    plan, makespan = close_plan(table, _assemble(table, blocks, more))
+    if table.stages == 1:
+        return plan, makespan
+    block_of = {j: b for b, block in enumerate(blocks) for j in block.samples}
+    for _ in range(CUTS):
+        largest = max((p.time_us for p in plan), default=0)
+        cut = {
+            block_of[p.samples[0]]
+            for p in plan
+            if len(p.samples) > 1 and p.time_us >= largest - largest // 4
+        }
+        more = [extra + (b in cut) for b, extra in enumerate(more)]
+        trial, ends = close_plan(table, _assemble(table, blocks, more))
+        if ends >= makespan:
+            break
+        plan, makespan = trial, ends
+    return plan, makespan

@@ -448,7 +448,7 @@ def lockstep_plan(
             return None
         return (*close_plan(table, shelves), "shelves")
     inside, across = search.split(area, domain)
-    out = finish(table, across)
+    out = finish(table, across)[0]
     count = n // domain
     following, load = [0] * count, [0] * count
     for p in out:
