@@ -83,6 +83,7 @@ def test_virtual_plans_are_valid_and_of_their_size(run):
         (["--ranks", "1"], "--ranks 1 measures no training"),
         (["--trainer", "torch", "--virtual-ranks", "8"], "leave out --virtual-ranks"),
         (["--virtual-ranks", "many"], "--virtual-ranks 'many'"),
+        (["--out", "/dev/null"], "/dev/null"),
     ],
 )
 def test_bad_options_end_before_anything_runs(tmp_path, options, text):

@@ -13,6 +13,7 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
+from megatron_dcp.cli.outputs import check_folder, write_whole
 from megatron_dcp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def main(argv: list[str]) -> int:
     options = tyro.cli(EndToEndOptions, args=argv, prog="mdcp bench end-to-end").sized()
     for strategy in options.strategy_names:
         check_strategy(strategy)
+    check_folder(options.out)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched == 1 and options.ranks > 1:
         status = _launch(argv, options.ranks)
@@ -60,13 +62,13 @@ def _run(options: EndToEndOptions) -> None:
     with data_ranks(options.device):
         runs = run_suite(options)
     if os.environ.get("RANK", "0") == "0":
-        options.out.mkdir(parents=True, exist_ok=True)
+        options.out.mkdir(parents=True, exist_ok=True)  # there is none where no run was asked for
         result = {
             "schema": "mdcp.bench/1",
             "rows": [asdict(r) for r in rows(runs)],
             "runs": [r.folder for r in runs],
         }
-        (options.out / FILE).write_text(json.dumps(result, indent=1) + "\n")
+        write_whole(options.out / FILE, (json.dumps(result, indent=1) + "\n").encode())
 
 
 def _show(options: EndToEndOptions) -> int:
