@@ -64,6 +64,9 @@ class RuntimeConfig:
     normalize: the loss of a step is its weighted sum over tokens divided by the sum of weights
     (`token`), or the mean over samples of each sample's token mean (`sample`).
     max_grad_norm: clip the gradient of the global batch to this norm, None is off.
+    float32_gradients: accumulate and reduce gradients of bfloat16 and float16 parameters in float32
+    (plain modules and DistributedDataParallel; FSDP2 and DeepSpeed have options of their own).
+    ema_decay: keep a moving average of the parameters, None is off.
     plan_ahead: steps planned and read in the background while one runs; 0 does it in line.
     measure: wait for a block before each placement so that waiting and communication can be told
     apart, and record events.
@@ -74,6 +77,8 @@ class RuntimeConfig:
 
     normalize: Normalize = "token"
     max_grad_norm: float | None = None
+    float32_gradients: bool = True
+    ema_decay: float | None = None
     plan_ahead: int = 1
     measure: bool = False
     timeout_s: float | None = None

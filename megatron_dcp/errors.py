@@ -37,7 +37,14 @@ class AdapterError(MdcpError):
 
 
 class AgreementError(MdcpError):
-    """Ranks disagree about the step (digest, lengths or profile); raised before any collective."""
+    """Ranks disagree about the step (digest, lengths or profile); raised before any collective.
+
+    everyone: whether all ranks are in trouble, so that none could have run the step.
+    """
+
+    def __init__(self, message: str, *, everyone: bool = False) -> None:
+        self.everyone = everyone
+        super().__init__(message)
 
 
 class NonFiniteLossError(MdcpError):
@@ -46,3 +53,7 @@ class NonFiniteLossError(MdcpError):
 
 class TransferError(MdcpError, RuntimeError):
     """A message between ranks failed or timed out; names what it was for and the peers."""
+
+
+class OutOfMemoryError(MdcpError):
+    """Memory ran out where the step cannot be planned again; says what was expected and held."""

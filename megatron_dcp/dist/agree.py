@@ -42,17 +42,18 @@ def _bits_float(value: int) -> float:
     return float(struct.unpack(">d", struct.pack(">q", value))[0])
 
 
-def gather_bytes(world: DataWorld, payload: bytes) -> list[bytes]:
-    """The bytes of every data rank; sizes may differ. Collective."""
-    if world.size == 1:
+def gather_bytes(world: DataWorld, payload: bytes, *, everyone: bool = False) -> list[bytes]:
+    """The bytes of every data rank, or of every process of all planes; sizes may differ. Collective."""
+    group = world.everyone if everyone else world.group if world.size > 1 else None
+    if group is None:
         return [payload]
     size = torch.tensor([len(payload)], dtype=torch.int64, device=world.device)
-    sizes = world.wire.all_gather_rows(size, world.group, "agree")[:, 0].tolist()
+    sizes = world.wire.all_gather_rows(size, group, "agree")[:, 0].tolist()
     padded = torch.zeros(max(max(sizes), 1), dtype=torch.uint8, device=world.device)
     if payload:
         mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         padded[: len(payload)] = mine.to(world.device)
-    rows = world.wire.all_gather_rows(padded, world.group, "agree").cpu()
+    rows = world.wire.all_gather_rows(padded, group, "agree").cpu()
     return [bytes(rows[r, :n].tolist()) for r, n in enumerate(sizes)]
 
 
@@ -65,25 +66,31 @@ def agree(
 ) -> float:
     """Compare plans and sum loss weights over the data ranks; returns the sum. Collective.
 
+    With several planes (TP, PP) the plans of all processes are compared, and trouble anywhere stops
+    all of them; ranks in messages are then global ones.
+
     trouble: why this rank cannot run the step, or None. `plan` may be None only with trouble.
     indices: which items of the data set the samples are.
     Raises AgreementError on every rank alike.
     """
-    if world.size == 1:
+    if world.everyone is None:
         if trouble is not None:
-            raise AgreementError(trouble)
+            raise AgreementError(trouble, everyone=True)
         return weight
     code = _NO_PLAN if plan is None else _as_int64(digest(plan))
     row = torch.tensor(
         [code, _float_bits(weight), int(trouble is not None), _indices_digest(indices)],
         dtype=torch.int64,
     ).to(world.device)
-    rows = world.wire.all_gather_rows(row, world.group, "agree").tolist()
+    rows = world.wire.all_gather_rows(row, world.everyone, "agree").tolist()
     troubled = [r for r, x in enumerate(rows) if x[2]]
     if troubled:
-        texts = gather_bytes(world, (trouble or "").encode())
+        texts = gather_bytes(world, (trouble or "").encode(), everyone=True)
         lines = [f"rank {r}: {texts[r].decode()}" for r in troubled]
-        raise AgreementError("the step cannot start; no rank has begun it. " + "; ".join(lines))
+        raise AgreementError(
+            "the step cannot start; no rank has begun it. " + "; ".join(lines),
+            everyone=len(troubled) == len(rows),
+        )
     if len({x[0] for x in rows}) > 1:
         assert plan is not None
         _raise_difference(world, plan, [x[0] for x in rows])
@@ -94,12 +101,13 @@ def agree(
             f"ranks {odd} drew other samples of the data set than the rest, with equal lengths; use "
             "the same data set, order, seed and global_batch_size on all ranks"
         )
-    return sum(_bits_float(x[1]) for x in rows)
+    plane = rows if len(world.planes) == 1 else [rows[g] for g in world.global_ranks]
+    return sum(_bits_float(x[1]) for x in plane)
 
 
 def _raise_difference(world: DataWorld, plan: StepPlan, codes: list[int]) -> None:
     """All ranks say the same: who differs from the majority, and where first."""
-    bodies = [_parse(b) for b in gather_bytes(world, canonical_bytes(plan))]
+    bodies = [_parse(b) for b in gather_bytes(world, canonical_bytes(plan), everyone=True)]
     # Most common digest; ties go to the one of the lowest rank, alike on all ranks.
     counts = Counter(codes)
     common = max(counts, key=lambda c: (counts[c], -codes.index(c)))

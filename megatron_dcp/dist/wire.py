@@ -84,6 +84,7 @@ class Wire:
     """Counters, pacer and listener of one rank's communication.
 
     pacer: None, or a LinkPacer; listener(kind, start_ns, end_ns) hears every blocking interval.
+    before_next: called once, before the next message is sent.
     """
 
     def __init__(self) -> None:
@@ -91,9 +92,13 @@ class Wire:
         self.calls = 0  # messages and collectives begun: how far a rank has come
         self.pacer: LinkPacer | None = None
         self.listener: CommListener | None = None
+        self.before_next: Callable[[], None] | None = None
 
     def post(self, kind: str, nbytes: int) -> float | None:
         """Count bytes and queue them on the link."""
+        if self.before_next is not None:
+            hook, self.before_next = self.before_next, None
+            hook()
         self.sent[kind] += nbytes
         self.calls += 1
         return self.pacer.post(nbytes) if self.pacer is not None and nbytes else None

@@ -2,7 +2,7 @@
 
 Communicators are few and cannot deadlock:
 
-* One group of all data ranks is made at construction and carries agreement, gradient reduction and
+* One group of all data ranks (and with several planes one of all processes, for agreement) is made at construction and carries agreement, gradient reduction and
   all point-to-point traffic (rings). It is our own, never the trainer's: DDP may have all-reduces
   under way on its group, in an order of its own, while a ring step runs.
 * All-to-all groups exist for the blocks that plans use: never of size 1, at most a node wide, made
@@ -59,6 +59,9 @@ class DataWorld:
         self.size = len(self.global_ranks)
         if self.size > 1:
             self._group = self._new_group((0, self.size))
+        self._everyone = self._group
+        if len(self.planes) > 1:
+            self._everyone = dist.new_group(everyone, timeout=self.timeout, group_desc="mdcp all")
 
     def _check_planes(self, everyone: Sequence[int], me: int) -> None:
         held = sorted(r for p in self.planes for r in p)
@@ -77,6 +80,16 @@ class DataWorld:
                 "and call torch.distributed.init_process_group first"
             )
         return self._group
+
+    @property
+    def everyone(self) -> dist.ProcessGroup | None:
+        """All processes of all planes: the data ranks' group where there is one plane."""
+        return self._everyone
+
+    @property
+    def place(self) -> int:
+        """This process' position in `everyone`."""
+        return self.rank if len(self.planes) == 1 else self.global_ranks[self.rank]
 
     def _new_group(self, block: Block) -> dist.ProcessGroup:
         """Called by all ranks alike; returns the group of this rank's plane."""
@@ -116,7 +129,7 @@ class DataWorld:
     def communicators(self) -> int:
         """How many groups this rank is a member of, by our doing."""
         mine = sum(first <= self.rank < first + n for first, n in self._groups)
-        return mine + (self._group is not None)
+        return mine + (self._group is not None) + (self._everyone is not self._group)
 
     def broadcast_(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give all data ranks the values of data rank 0, in place. Collective."""
@@ -149,7 +162,8 @@ class DataWorld:
 
     def close(self) -> None:
         """Destroy the groups made here (collective only in that every rank should do it)."""
-        for group in [*self._groups.values(), *([self._group] if self._group else [])]:
+        last = {id(g): g for g in (self._group, self._everyone) if g is not None}
+        for group in [*self._groups.values(), *last.values()]:
             dist.destroy_process_group(group)
         self._groups.clear()
-        self._group = None
+        self._group = self._everyone = None

@@ -22,7 +22,7 @@ from megatron_dcp.plan import Topology
 from megatron_dcp.runtime.backend import Backend, unwrap
 
 _ADVICE = "run `mdcp profile` and pass its file as `cost`, or pass a preset's name or a CostProfile"
-_BOUNDLESS = 10**18  # the preset's own check of the state is replaced by a count below
+_BOUNDLESS = 10**15  # the preset's own check of the state is replaced by a count below
 
 
 def auto_profile(model: nn.Module, backend: Backend, topology: Topology) -> CostProfile:
@@ -122,6 +122,9 @@ def state_bytes(model: nn.Module, backend: Backend, ranks: int) -> int:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     element = max((p.element_size() for p in model.parameters()), default=4)
-    held = backend.resident_bytes(trained, ranks, element_bytes=element)
+    # Gradients of low-precision parameters are kept in float32 where they are ours to keep.
+    ours = backend.name in ("bare", "ddp")
+    gradient = max(element, 4) if ours else element
+    held = backend.resident_bytes(trained, ranks, element_bytes=element, gradient_bytes=gradient)
     still = frozen * element
     return held + (still if backend.whole("parameters") else -(-still // ranks))

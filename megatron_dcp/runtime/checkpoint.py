@@ -58,6 +58,7 @@ def save_checkpoint(
     keep: older whole checkpoints beyond this many are removed, after the new one is in place.
     Raises CheckpointError on every rank alike when rank 0 cannot write; training can go on.
     """
+    _check_planes(engine)
     tensors, scalars = _collect(engine)
     folder = Path(directory) / f"step-{loader.position:08d}"
     problem = ""
@@ -69,6 +70,7 @@ def save_checkpoint(
             "loader": loader.state_dict(),
             "optimizer": scalars,
             "scheduler": _scheduler_state(engine),
+            "scaler": None if engine.scaler is None else engine.scaler.state_dict(),
         }
         try:
             _write(folder, tensors, body)
@@ -135,11 +137,26 @@ def _is_writer(engine: Engine) -> bool:
     return engine.world.global_ranks == engine.world.planes[0]
 
 
+def _check_planes(engine: Engine) -> None:
+    """Refuse what would be lost: parameters that only other planes hold."""
+    if len(engine.world.planes) == 1:
+        return
+    placed = any(hasattr(p, "placements") for p in engine.driver.module.parameters())
+    if engine.stage_group is not None or not placed:
+        raise CheckpointError(
+            "the first plane does not hold all parameters (pipeline stages, or tensor parallelism "
+            "without DTensor): write them as your trainer does, and store engine.state_dict() and "
+            "loader.state_dict() beside them"
+        )
+
+
 def _collect(engine: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors by name, the optimizer's plain values). Collective for sharded models."""
     model = engine.driver.module
     states: Any = get_model_state_dict(model, options=_SAVE)
     flat: dict[str, Tensor] = {f"model/{n}": x for n, x in states.items()}
+    if engine.ema is not None:
+        flat |= {f"ema/{n}": x for n, x in engine.ema.full().items()}
     if engine.optimizer is None:
         return flat, {}
     optimizer: Any = get_optimizer_state_dict(model, engine.optimizer, options=_SAVE)
@@ -173,7 +190,14 @@ def _restore(engine: Engine, folder: Path, body: Mapping[str, Any]) -> None:
                 name, _, key = full.removeprefix("optimizer/").rpartition("/")
                 state.setdefault(name, {})[key] = x
         whole: Any = {"state": state, "param_groups": body["optimizer"]["groups"]}
-        set_optimizer_state_dict(model, engine.optimizer, whole, options=_LOAD)
+        # Without any tensor (plain SGD) torch finds no device to put full tensors on: none needed.
+        options = _LOAD if any(state.values()) else StateDictOptions()
+        set_optimizer_state_dict(model, engine.optimizer, whole, options=options)
+    if engine.ema is not None:
+        averages = {n.removeprefix("ema/"): x for n, x in tensors.items() if n.startswith("ema/")}
+        engine.ema.load(averages)
+    if engine.scaler is not None and body.get("scaler") is not None:
+        engine.scaler.load_state_dict(body["scaler"])
     if engine.scheduler is not None:
         engine.scheduler.load_state_dict(body["scheduler"])
 

@@ -23,6 +23,13 @@ from torch import Tensor, nn
 
 from megatron_dcp.errors import AdapterError
 from megatron_dcp.runtime.backend import Backend, is_deepspeed, trainable, unwrap
+from megatron_dcp.runtime.gradients import (
+    AllReduce,
+    Float32Gradients,
+    clip_gradients,
+    needs_float32,
+    sum_gradients,
+)
 
 # Loads a driver that lives with its trainer: class name in the MRO -> module and class.
 _EXTERNAL = {
@@ -56,6 +63,15 @@ class Driver:
         self._all_reduce = all_reduce
         self.count = 0
         self.index = -1
+        self.reduce_at_end = False  # ask wrappers that reduce in the last backward not to
+        self.never_in_backward = False  # the same, for good
+        self.low: Float32Gradients | None = None
+
+    def keep_float32(self) -> None:
+        """Accumulate and reduce gradients of low-precision parameters in float32, from now on."""
+        params = trainable(self.module)
+        if needs_float32(params):
+            self.low = Float32Gradients(params)
 
     @property
     def module(self) -> nn.Module:
@@ -65,7 +81,12 @@ class Driver:
     @property
     def scale(self) -> float:
         """Factor on losses that are `token sum / global denominator`."""
-        return float(self.size) if self.backend.averages else 1.0
+        return float(self.size) if self.averages else 1.0
+
+    @property
+    def averages(self) -> bool:
+        """Whether the wrapper divides the gradients by the number of ranks, as it is driven now."""
+        return self.backend.averages
 
     @property
     def last(self) -> bool:
@@ -96,12 +117,34 @@ class Driver:
         `closing_dummy`.
         """
         if self.size > 1:
-            self._sum_gradients()
+            sum_gradients(trainable(self.module), self._sum, self.low)
 
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip by the global norm of the reduced gradients; returns the norm before clipping."""
-        norm = torch.nn.utils.clip_grad_norm_(trainable(self.module), max_norm)
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    def _sum(self, flat: Tensor) -> Tensor:
+        if self._all_reduce is not None:
+            return self._all_reduce(flat)
+        dist.all_reduce(flat, group=self.group)
+        return flat
+
+    def drop(self) -> None:
+        """Forget the gradients of a step that is given up."""
+        for p in self.module.parameters():
+            p.grad = None
+        if self.low is not None:
+            self.low.sums.clear()
+
+    def clip(self, max_norm: float, sum_squares: AllReduce | None = None) -> Tensor:
+        """Clip by the global norm of the reduced gradients; returns the norm before clipping.
+
+        sum_squares: adds up squared norms over ranks that hold other parameters.
+        """
+        held = [] if self.low is None else list(self.low.sums.values())
+        grads = held + [p.grad for p in trainable(self.module) if p.grad is not None]
+        return clip_gradients(grads, max_norm, sum_squares)
+
+    def settle(self) -> None:
+        """Gradients are final: leave them where optimizers look for them."""
+        if self.low is not None:
+            self.low.hand_over()
 
     def step(self) -> None:
         """Optimizer step and zero_grad."""
@@ -112,26 +155,14 @@ class Driver:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _sum_gradients(self) -> None:
-        """Flat all-reduce, one per dtype; parameters without a gradient count as zero."""
-        by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-        for p in trainable(self.module):
-            by_dtype.setdefault(p.dtype, []).append(p)
-        for params in by_dtype.values():
-            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            if self._all_reduce is not None:
-                flat = self._all_reduce(flat)
-            else:
-                dist.all_reduce(flat, group=self.group)
-            for p, part in zip(params, torch.split(flat, [g.numel() for g in grads]), strict=True):
-                p.grad = part.view_as(p)
-
 
 class DDPDriver(Driver):
     """DistributedDataParallel: `no_sync` on all microbatches but the last.
 
     The forward decides in DDP, so the context stays open from `before` to the end of `backward`.
+
+    With `reduce_at_end` it reduces like a plain module, after all microbatches: a reduction in the
+    last backward cannot be taken back.
 
     DDP would broadcast the module's buffers inside the first forward of a step. A rank may first
     have to meet the ranks of its block, one of which may be in that broadcast: it happens at the
@@ -158,7 +189,7 @@ class DDPDriver(Driver):
     def before(self, index: int) -> None:
         super().before(index)
         self._context.close()
-        if not self.last:
+        if not self.last or self._at_end:
             self._context.enter_context(self._ddp.no_sync())
 
     def backward(self, loss: Tensor) -> None:
@@ -168,7 +199,22 @@ class DDPDriver(Driver):
             self._context.close()
 
     def end(self, close: Callable[[], Tensor] | None = None) -> None:
-        """Nothing is left: the last backward returned with reduced gradients."""
+        """Nothing is left where the last backward returned with reduced gradients."""
+        if self._at_end:
+            super().end(close)
+
+    @property
+    def _at_end(self) -> bool:
+        """DDP's buckets have the type of the parameters: float32 sums are reduced by us."""
+        return self.reduce_at_end or self.never_in_backward or self.low is not None
+
+    @property
+    def averages(self) -> bool:
+        return not self._at_end
+
+    def drop(self) -> None:
+        self._context.close()
+        super().drop()
 
 
 class FSDP2Driver(Driver):
@@ -256,8 +302,13 @@ def make_driver(
     *,
     group: dist.ProcessGroup | None = None,
     all_reduce: Callable[[Tensor], Tensor] | None = None,
+    float32_gradients: bool = False,
 ) -> Driver:
-    """The driver of a backend. `all_reduce` (in place, returns it) counts and paces if given."""
+    """The driver of a backend. `all_reduce` (in place, returns it) counts and paces if given.
+
+    float32_gradients: keep those of low-precision parameters in float32 until the optimizer gets
+    them, where the wrapper does not own them (FSDP2: `MixedPrecisionPolicy(reduce_dtype)`).
+    """
     if is_deepspeed(model):
         from importlib import import_module
 
@@ -266,4 +317,6 @@ def make_driver(
     else:
         kind = _LOCAL[backend.name]
     driver: Driver = kind(backend, model, optimizer, group=group, all_reduce=all_reduce)
+    if float32_gradients and backend.name in ("bare", "ddp"):
+        driver.keep_float32()
     return driver

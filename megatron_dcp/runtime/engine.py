@@ -8,28 +8,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_dcp.config import PlannerConfig, RuntimeConfig, check_at_least
-from megatron_dcp.cost import CostProfile, budget_bytes
-from megatron_dcp.dispatch import Dataset, ReadOptions
-from megatron_dcp.dist import DataWorld
+from megatron_dcp.cost import CostModel, CostProfile, budget_bytes
+from megatron_dcp.dispatch import ReadOptions
+from megatron_dcp.dist import DataWorld, PlanPost
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Placement, StepPlan, Topology, lockstep_ranks
 from megatron_dcp.planner import PlanRequest, make_plan
 from megatron_dcp.planner.registry import find_strategy
 from megatron_dcp.runtime.backend import Backend, touch
 from megatron_dcp.runtime.driver import make_driver
+from megatron_dcp.runtime.ema import Ema
 from megatron_dcp.runtime.eventlog import EventLog
-from megatron_dcp.runtime.lengths import dataset_lengths, dataset_shapes
+from megatron_dcp.runtime.gates import Gates
 from megatron_dcp.runtime.loader import StepLoader
+from megatron_dcp.runtime.oom import agreed_limit
 from megatron_dcp.runtime.preempt import StopFlag
-from megatron_dcp.runtime.prepare import PlanFn, PlanSettings, StepPreparer
+from megatron_dcp.runtime.prepare import PlanFn, PlanSettings
 from megatron_dcp.runtime.recompute import find_layers, wrap_layers
-from megatron_dcp.runtime.sampler import GlobalSampler, Remainder, SamplerConfig
+from megatron_dcp.runtime.sampler import Remainder
+from megatron_dcp.runtime.scaling import unscale, usable_scaler
 from megatron_dcp.runtime.step import Step, raise_non_finite
 from megatron_dcp.runtime.watchdog import IDLE, Watchdog
 
@@ -48,6 +53,7 @@ class Engine:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None,
         scheduler: Any,
+        scaler: Any = None,
         backend: Backend,
         world: DataWorld,
         profile: CostProfile,
@@ -55,16 +61,28 @@ class Engine:
         runtime: RuntimeConfig,
         ranks_per_node: int | None = None,
         plan_fn: PlanFn | None = None,
+        stage_group: Any = None,
     ) -> None:
+        self.stage_group = stage_group
+        self.post = PlanPost(world) if len(world.planes) > 1 else None
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self.backend, self.world, self.profile = backend, world, profile
         group = world.group if world.size > 1 else None
         self.driver = make_driver(
-            backend, model, optimizer, group=group, all_reduce=self._all_reduce
-        )
+            backend, model, optimizer, group=group, all_reduce=self._all_reduce,
+            float32_gradients=runtime.float32_gradients,
+        )  # fmt: skip
+        # In the last backward of a stage, others wait for what it sends on: a reduction there would
+        # wait for a rank that waits for that.
+        self.driver.never_in_backward = stage_group is not None
+        self.scaler = usable_scaler(scaler, optimizer, model)
+        decay = runtime.ema_decay
+        self.ema = None if decay is None else Ema(self.driver.module, decay)
         self.planner, self.runtime = planner, runtime
         self.topology = Topology(
-            data_ranks=world.size, ranks_per_node=node_ranks(ranks_per_node, world.size)
+            data_ranks=world.size,
+            ranks_per_node=node_ranks(ranks_per_node, world.size),
+            pipeline_stages=1 if stage_group is None else dist.get_world_size(stage_group),
         )
         wanted = backend.lockstep if planner.lockstep == "auto" else planner.lockstep
         self.lockstep = lockstep_ranks(wanted, self.topology)
@@ -76,7 +94,7 @@ class Engine:
         self.log = EventLog(world, measure=runtime.measure)
         if plan_fn is None:
             find_strategy(planner.strategy)
-        self._plan_fn = plan_fn or self._strategy_plan
+        self.plan_fn = plan_fn or self._strategy_plan
         self.watchdog: Watchdog | None = None
         if runtime.watchdog_s is not None:
             self.watchdog = Watchdog(
@@ -85,6 +103,8 @@ class Engine:
         self._stop_flag: StopFlag | None = None
         self.stop_requested = False
         self.open_step: int | None = None  # begun and not finished
+        self._gates: Gates | None = None
+        self.budget_limit = agreed_limit(world)
 
     def _all_reduce(self, x: Tensor) -> Tensor:
         return self.world.wire.all_reduce(x, self.world.group)
@@ -92,13 +112,14 @@ class Engine:
     def dummy_loss(self, loss: Tensor) -> Tensor:
         """A dummy's loss: exactly 0, its graph through every trainable parameter.
 
-        FSDP2 shards parameters outside forward; there the dummy's own forward must reach them. DDP
+        A plain module's ranks wait for no parameter: one that is left out has no gradient. FSDP2
+        shards parameters outside forward; there the dummy's own forward must reach them. DDP
         with `find_unused_parameters` counts those that it did not reach itself, and twice is an
         error.
         """
         zero = loss * 0.0
         counted = getattr(self.model, "find_unused_parameters", False)
-        if counted or "parameters" in self.backend.sharded:
+        if counted or not self.backend.reduces or "parameters" in self.backend.sharded:
             return zero
         return zero + touch(self.driver.module).to(zero)
 
@@ -166,10 +187,27 @@ class Engine:
         self.profile = profile
 
     @property
+    def gates(self) -> Gates:
+        """Where ranks meet in `step.run`. Collective when first used."""
+        if self._gates is None:
+            self._gates = Gates(self.world)
+        return self._gates
+
+    @property
+    def cost_model(self) -> CostModel:
+        return CostModel(self.profile, self.topology, self.lockstep)
+
+    def limit_budget(self, budget_bytes: int) -> None:
+        """Plan with at most so many bytes per rank from now on; all ranks alike."""
+        self.budget_limit = min(budget_bytes, self.budget_limit or budget_bytes)
+
+    @property
     def settings(self) -> PlanSettings:
         """What the plans of this engine's loaders depend on, besides lengths."""
         gigabytes = self.planner.memory_gb
         budget = self.profile.budget_bytes if gigabytes is None else budget_bytes(gigabytes)
+        if self.budget_limit is not None:
+            budget = min(budget, self.budget_limit)
         return PlanSettings(
             topology=self.topology,
             profile=self.profile,
@@ -181,15 +219,17 @@ class Engine:
 
     def dataloader(
         self,
-        dataset: Dataset,
+        dataset: Any,
         *,
         global_batch_size: int,
         lengths: Any = "length",
+        lengths_cache: str | Path | None = None,
         shapes: Any = None,
         steps: int | None = None,
         epochs: int = 1,
         seed: int = 0,
         shuffle: bool = True,
+        window: int | None = None,
         remainder: Remainder = "drop",
         max_length: int | None = None,
         tokens: str = "input_ids",
@@ -200,6 +240,11 @@ class Engine:
         """Steps over a data set that every rank can read; each rank reads only its own samples.
 
         lengths: a list, a function of the index, or a name (attribute, column or item key).
+        lengths_cache: a file for lengths that have to be measured by reading the items; the ranks
+        share the work, and later runs read the file. A data set without length and index is
+        iterated: `window` samples (default 16 batches) are shuffled among each other and read ahead
+        of the steps, lengths is then a field or a function of the item (default: count its
+        tokens), and the loader ends with the data.
         shapes: likewise (frames, height, width) of every sample, in tokens, for video and image
         models; their product is the length. Samples are then never cut.
         steps: how many optimizer steps, default `epochs` epochs. remainder: `drop` or `short`.
@@ -211,59 +256,31 @@ class Engine:
         for name, value, least in (("steps", steps, 0), ("epochs", epochs, 0),
                                    ("max_length", max_length, 1)):  # fmt: skip
             check_at_least(name, value, least)
-        found = dataset_lengths(dataset, lengths)
-        empty = [i for i, n in enumerate(found) if n < 1]
-        if empty:
-            raise ConfigError(
-                f"sample {empty[0]} has length {found[empty[0]]} ({len(empty)} samples are empty); "
-                "remove them from the data set"
-            )
-        grids = None if shapes is None else dataset_shapes(dataset, shapes, found)
-        if grids is not None and (max_length is not None or self.planner.oversize == "truncate"):
-            raise ConfigError(
-                "samples with shapes cannot be cut to a length: leave max_length out, and use "
-                "oversize='error' or 'drop'"
-            )
-        sampler = GlobalSampler(
-            SamplerConfig(
-                size=len(found),
-                batch=global_batch_size,
-                seed=seed,
-                shuffle=shuffle,
-                remainder=remainder,
-            )
+        from megatron_dcp.runtime.loading import make_loader
+
+        read = ReadOptions(
+            tokens=tokens,
+            shift=shift_labels,
+            normalize=self.runtime.normalize,
+            per_sample=tuple(per_sample),
         )
-        preparer = StepPreparer(
-            world=self.world,
-            dataset=dataset,
-            lengths=found,
-            sampler=sampler,
-            settings=self.settings,
-            plan_fn=self._plan_fn,
-            read=ReadOptions(
-                tokens=tokens,
-                shift=shift_labels,
-                normalize=self.runtime.normalize,
-                per_sample=tuple(per_sample),
-            ),
-            min_microbatches=self.backend.least_microbatches,
-            closing_dummy=self.backend.closing_dummy,
-            weight_dtype=self._weight_dtype(),
-            max_length=max_length,
-            shapes=grids,
-        )
-        return StepLoader(
+        return make_loader(
             self,
-            preparer,
-            steps=sampler.config.steps_per_epoch * epochs if steps is None else steps,
-            plan_ahead=self.runtime.plan_ahead,
+            dataset,
+            batch=global_batch_size,
+            lengths=lengths,
+            lengths_cache=lengths_cache,
+            shapes=shapes,
+            steps=steps,
+            epochs=epochs,
+            seed=seed,
+            shuffle=shuffle,
+            window=window,
+            remainder=remainder,
+            max_length=max_length,
+            read=read,
             batch_dim=batch_dim,
         )
-
-    def _weight_dtype(self) -> torch.dtype:
-        first = next(iter(self.model.parameters()), None)
-        double = first is not None and first.dtype == torch.float64
-        return torch.float64 if double else torch.float32
 
     def finish_step(self, step: Step, loss_sum: Tensor, started_us: int) -> None:
         """Called by `step.finish()`: the end of a step, in its one order."""
@@ -276,19 +293,18 @@ class Engine:
         if not self.backend.closing_dummy:  # else the closing dummy's backward has done it
             self.driver.end()
         stop = self._stop_flag is not None and self._stop_flag.raised
-        totals = torch.stack((loss_sum, torch.full_like(loss_sum, float(stop))))
+        totals = torch.stack(
+            (loss_sum, torch.full_like(loss_sum, float(stop)), loss_sum.new_tensor(step.losses > 0))
+        )
         if world.size > 1:
             totals = world.wire.all_reduce(totals, world.group)
+        if self.post is not None:
+            totals = self._over_planes(totals)
         self.stop_requested = bool(totals[1] > 0)
         if not bool(torch.isfinite(totals[0])):
             raise_non_finite(world, step)
         begin = log.clock()
-        if self.runtime.max_grad_norm is not None:
-            step.grad_norm = float(self.driver.clip(self.runtime.max_grad_norm))
-        if self.driver.optimizer is not None:
-            self.driver.step()
-        if self.scheduler is not None:
-            self.scheduler.step()
+        self._update(step)
         log.add("optimizer", begin, log.clock())
         log.add("step", started_us, log.clock(), tokens=step.tokens)
         self.beat(IDLE, step=step.index)
@@ -308,27 +324,67 @@ class Engine:
                 f"step {index} was broken off, and {self.backend.name} cannot drop its gradients; "
                 "start again from the last checkpoint"
             )
-        self.model.zero_grad(set_to_none=True)
+        self.driver.drop()
+
+    def _over_planes(self, totals: Tensor) -> Tensor:
+        """The mean loss of the planes that have one (the last pipeline stage's), any stop request.
+
+        Equal on all processes: planes of one TP group have the same loss, stages before the last
+        have none.
+        """
+        has = float(totals[2] > 0)
+        share = torch.stack((totals[0] * has, totals[1], totals.new_tensor(has)))
+        dist.all_reduce(share, group=self.world.everyone)
+        planes = share[2].clamp(min=1.0)
+        return torch.stack((share[0] / planes, share[1], share[2]))
+
+    def _over_stages(self, squares: Tensor) -> Tensor:
+        dist.all_reduce(squares, group=self.stage_group)
+        return squares
+
+    def _update(self, step: Step) -> None:
+        """Unscale, clip, step: once per step; an overflow of the scaler skips it on all ranks."""
+        if self.scaler is not None:
+            step.metrics["skipped"] = int(unscale(self.scaler, self.optimizer, self.world))
+        if self.runtime.max_grad_norm is not None:
+            stages = None if self.stage_group is None else self._over_stages
+            step.grad_norm = float(self.driver.clip(self.runtime.max_grad_norm, stages))
+        self.driver.settle()
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
+            if step.metrics["skipped"]:
+                return
+        elif self.driver.optimizer is not None:
+            self.driver.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if self.ema is not None:
+            self.ema.update()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plan strategy and cost profile: what the plans of a resumed run depend on."""
+        """What the plans of a resumed run depend on: strategy, cost profile, lowered budget."""
         from megatron_dcp.cost import digest
 
         return {
             "strategy": self.planner.strategy,
             "cost": {"name": self.profile.name, "digest": digest(self.profile)},
+            "budget_limit": self.budget_limit,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse to go on with another strategy or cost profile: plans would differ."""
         mine = self.state_dict()
-        wrong = [k for k in mine if state.get(k) != mine[k]]
+        wrong = [k for k in ("strategy", "cost") if state.get(k) != mine[k]]
         if wrong:
             raise ConfigError(
                 "the checkpoint was written with "
                 + ", ".join(f"{k} {state.get(k)!r} (now {mine[k]!r})" for k in wrong)
                 + "; resume with the same, or start a new run"
             )
+        if (limit := state.get("budget_limit")) is not None:
+            self.limit_budget(int(limit))
 
 
 def node_ranks(asked: int | None, size: int) -> int:

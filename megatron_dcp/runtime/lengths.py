@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_dcp.dispatch import Dataset
+from megatron_dcp.dist import DataWorld, gather_bytes
 from megatron_dcp.errors import ConfigError
 
 LengthSource = str | Callable[[int], int] | Sequence[int]
@@ -81,3 +84,77 @@ def _integer(index: int, value: Any) -> int:
             raise ConfigError(f"length of sample {index} is {value!r}; lengths are integers >= 1")
         return whole
     return int(value)
+
+
+def measured_lengths(
+    world: DataWorld, dataset: Dataset, source: Any, cache: str | Path
+) -> list[int]:
+    """Lengths that have to be measured, once: each rank reads its share of the items, data rank 0
+    keeps the result in a file (.npz). Collective.
+
+    source: a function of the sample's index, or the name of a field: an integer, or tokens that are
+    counted. A file of another data set (size, fingerprint, source) is refused.
+    """
+    path = Path(cache)
+    key = f"{getattr(dataset, '_fingerprint', '')}/{source if isinstance(source, str) else ''}"
+    mine = _cached(path, len(dataset), key) if world.rank == 0 else b""
+    problem, _, data = gather_bytes(world, mine)[0].partition(b"\n")
+    if problem:
+        raise ConfigError(problem.decode())
+    if not data:
+        share = [
+            _integer(i, _measure(dataset, source, i))
+            for i in range(world.rank, len(dataset), world.size)
+        ]
+        parts = gather_bytes(world, np.array(share, dtype=np.int64).tobytes())
+        lengths = np.zeros(len(dataset), dtype=np.int64)
+        for rank, part in enumerate(parts):
+            lengths[rank :: world.size] = np.frombuffer(part, dtype=np.int64)
+        if world.rank == 0:
+            _keep(path, lengths, key)
+        data = lengths.tobytes()
+    found: list[int] = np.frombuffer(data, dtype=np.int64).tolist()
+    return found
+
+
+def _measure(dataset: Dataset, source: Any, index: int) -> Any:
+    if callable(source):
+        return source(index)
+    item = dataset[index]
+    if not isinstance(item, Mapping):
+        return len(item)
+    if source not in item:
+        raise ConfigError(
+            f"lengths={source!r}: item {index} has no such field, only {sorted(item)}; name the "
+            "field of its length or of its tokens"
+        )
+    value = item[source]
+    return len(value) if hasattr(value, "__len__") else value
+
+
+def _cached(path: Path, size: int, key: str) -> bytes:
+    """A line break and the cached lengths (none: the break alone), or what is wrong with them."""
+    if not path.exists():
+        return b"\n"
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            lengths, of = file["lengths"].astype(np.int64), str(file["key"])
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        return (
+            f"lengths_cache {path} cannot be read: {error}; remove it to measure again\n".encode()
+        )
+    if len(lengths) != size or of != key:
+        return (
+            f"lengths_cache {path} is of {len(lengths)} samples ({of!r}), the data set has "
+            f"{size} ({key!r}); remove it to measure again, or name another file\n"
+        ).encode()
+    data: bytes = lengths.tobytes()
+    return b"\n" + data
+
+
+def _keep(path: Path, lengths: Any, key: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    with part.open("wb") as file:
+        np.savez(file, lengths=lengths, key=np.array(key))
+    part.replace(path)

@@ -20,10 +20,11 @@ from megatron_dcp.dist import agree
 from megatron_dcp.errors import AgreementError, ConfigError
 from megatron_dcp.runtime.backend import is_deepspeed
 from megatron_dcp.runtime.memory import PeakMemory
-from megatron_dcp.runtime.prepare import Prepared, StepPreparer
+from megatron_dcp.runtime.prepare import Prepared, StepPreparer, plan_name
 from megatron_dcp.runtime.recompute import check_recompute
 from megatron_dcp.runtime.schedule import group_blocks
 from megatron_dcp.runtime.step import Microbatch, Step
+from megatron_dcp.runtime.stream import EndOfData
 from megatron_dcp.runtime.watchdog import IDLE
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ log = logging.getLogger("megatron_dcp")
 class StepLoader:
     """Iterate to get steps; iterate again (or resume) to go on where the last one ended.
 
-    position: number of steps finished so far. steps: where iteration stops.
+    position: number of steps finished so far. steps: where iteration stops; None: the data's end.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class StepLoader:
         engine: Engine,
         preparer: StepPreparer,
         *,
-        steps: int,
+        steps: int | None,
         plan_ahead: int,
         batch_dim: bool,
     ) -> None:
@@ -57,17 +58,23 @@ class StepLoader:
         return self.preparer.sampler
 
     def __len__(self) -> int:
+        if self.steps is None:
+            raise ConfigError("how many steps a stream gives is known at its end; pass steps=")
         return self.steps
+
+    def _more(self, step: int) -> bool:
+        return self.steps is None or step < self.steps
 
     def __iter__(self) -> Iterator[Step]:
         executor = ThreadPoolExecutor(1, "mdcp-plan") if self.plan_ahead else None
         ahead: deque[Future[Prepared]] = deque()
         following = self.position
         self.preparer.settings = self.engine.settings  # the cost profile may have been replaced
+        self.preparer.start(self.position)
         try:
-            while self.position < self.steps:
+            while self._more(self.position):
                 if executor is not None:
-                    while len(ahead) <= self.plan_ahead and following < self.steps:
+                    while len(ahead) <= self.plan_ahead and self._more(following):
                         ahead.append(executor.submit(self.preparer.prepare, following))
                         following += 1
                 begin = time.perf_counter()
@@ -75,7 +82,11 @@ class StepLoader:
                     prepared = self.preparer.prepare(self.position)
                 else:
                     prepared = ahead.popleft().result()
-                step = self._open(prepared, (time.perf_counter() - begin) * 1e3)
+                prepared = self._current(prepared)
+                try:
+                    step = self._open(prepared, (time.perf_counter() - begin) * 1e3)
+                except EndOfData:
+                    return
                 yield step
                 if not step.finished:
                     raise ConfigError(
@@ -84,7 +95,14 @@ class StepLoader:
                     )
         finally:
             if executor is not None:
+                self._interrupt(True)
                 executor.shutdown(wait=True, cancel_futures=True)
+                self._interrupt(False)
+
+    def _interrupt(self, stop: bool) -> None:
+        """Nobody in the background may wait for a plan that another plane will not make."""
+        if self.preparer.post is not None:
+            self.preparer.post.interrupt(stop)
 
     def dry_run(self, loss_fn: Callable[[Microbatch], Tensor]) -> int | None:
         """Run the heaviest step that this data set can give, forward and backward, and forget it.
@@ -110,17 +128,60 @@ class StepLoader:
         self.engine.beat(IDLE)
         return peak.peak_bytes()
 
+    def _current(self, prepared: Prepared) -> Prepared:
+        """The step as it is, or planned again where the budget was lowered since."""
+        settings = self.engine.settings
+        if prepared.budget_bytes == settings.budget_bytes:
+            return prepared
+        self.preparer.settings = settings
+        return self.preparer.prepare(prepared.step)
+
+    def _plan_again(self, step: int, budget_bytes: int) -> Any:
+        """What a Step needs to start over within a smaller budget, for this and all later steps."""
+        self.engine.limit_budget(budget_bytes)
+        self.preparer.settings = self.engine.settings
+        prepared = self.preparer.prepare(step)
+        denominator = self._agree(prepared)
+        return prepared.plan, prepared.indices, prepared.work, denominator
+
     def _open(self, prepared: Prepared, exposed_ms: float) -> Step:
         """Agree on a step with all ranks and make its groups."""
         self.engine.forget_open_step()
-        world, events = self.engine.world, self.engine.log
+        events = self.engine.log
         events.step = prepared.step
+        denominator = self._agree(prepared)
+        assert prepared.plan is not None
+        events.add("plan", *prepared.plan_us)
+        events.add("data", *prepared.data_us)
+        self._count(prepared)
+        step = Step(
+            self.engine,
+            prepared.step,
+            prepared.plan,
+            prepared.indices,
+            prepared.work,
+            denominator,
+            batch_dim=self.batch_dim,
+            on_finish=self._finished,
+            replan=self._plan_again,
+        )
+        step.metrics["planner_exposed_ms"] = exposed_ms
+        step.metrics["plan_us"] = prepared.plan_us[1] - prepared.plan_us[0]
+        return step
+
+    def _agree(self, prepared: Prepared) -> float:
+        """The denominator of the loss, once all ranks hold the same plan and its groups exist."""
+        world = self.engine.world
         self.engine.beat("agree", step=prepared.step)
         try:
             denominator = agree(
                 world, prepared.plan, prepared.weight, prepared.trouble, prepared.indices
             )
         except AgreementError as error:
+            if prepared.ended:
+                if error.everyone:
+                    raise EndOfData(str(error)) from error
+                raise  # not an end: the data of other ranks goes on
             if prepared.error is not None:  # this rank's own trouble; the others name it
                 raise prepared.error from error
             raise
@@ -128,25 +189,13 @@ class StepLoader:
         assert plan is not None
         check_recompute(self.engine.driver.module, plan)
         world.ensure_groups(group_blocks(plan))
-        events.add("plan", *prepared.plan_us)
-        events.add("data", *prepared.data_us)
-        self._count(prepared)
-        step = Step(
-            self.engine,
-            prepared.step,
-            plan,
-            prepared.indices,
-            prepared.work,
-            denominator,
-            batch_dim=self.batch_dim,
-            on_finish=self._finished,
-        )
-        step.metrics["planner_exposed_ms"] = exposed_ms
-        step.metrics["plan_us"] = prepared.plan_us[1] - prepared.plan_us[0]
-        return step
+        if self.preparer.post is not None:
+            self.preparer.post.taken(plan_name(plan.step, prepared.budget_bytes))
+        return denominator
 
     def _finished(self, step: Step) -> None:
         self.position = step.index + 1
+        self.preparer.finished(step.index)
 
     def _count(self, prepared: Prepared) -> None:
         self.dropped += prepared.dropped

@@ -31,6 +31,28 @@ def _trim() -> None:
         return
 
 
+def held_bytes(device: torch.device) -> dict[str, int]:
+    """What is held now, by name: the allocator's numbers on a GPU, the resident set on a host."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "free": free,
+            "total": total,
+        }
+    return {"resident": _field("VmRSS")} if _STATUS.exists() else {}
+
+
+def give_back(device: torch.device) -> None:
+    """Return what nothing holds any more, before another attempt."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    else:
+        _trim()
+
+
 class PeakMemory:
     """Starts counting when made; `peak_bytes` is the rise above that moment."""
 

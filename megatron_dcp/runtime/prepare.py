@@ -25,14 +25,15 @@ from megatron_dcp.dispatch import (
     dummy_sample,
     read_sample,
 )
-from megatron_dcp.dist import DataWorld
-from megatron_dcp.errors import MdcpError, PlanError
-from megatron_dcp.plan import StepPlan, Topology, Workload
+from megatron_dcp.dist import DataWorld, PlanPost
+from megatron_dcp.errors import ConfigError, MdcpError, PlanError
+from megatron_dcp.plan import StepPlan, Topology, Workload, dumps, loads
 from megatron_dcp.planner import PlanRequest
 from megatron_dcp.runtime.eventlog import now_us
 from megatron_dcp.runtime.oversize import fit_samples
 from megatron_dcp.runtime.sampler import GlobalSampler
 from megatron_dcp.runtime.schedule import Work, rank_schedule
+from megatron_dcp.runtime.stream import EndOfData, StreamSampler
 
 PlanFn = Callable[[PlanRequest], StepPlan]
 
@@ -43,10 +44,12 @@ class Prepared:
 
     step: int
     indices: list[int]
+    budget_bytes: int = 0
     plan: StepPlan | None = None
     work: list[tuple[Work, Shard]] = field(default_factory=list)
     weight: float = 0.0
     trouble: str | None = None
+    ended: bool = False
     error: BaseException | None = None
     dropped: int = 0
     cut: int = 0
@@ -64,6 +67,11 @@ class PlanSettings:
     budget_bytes: int
     recompute: bool
     oversize: Oversize
+
+
+def plan_name(step: int, budget_bytes: int) -> str:
+    """Under which the planes pass on a plan: a step may be planned again with another budget."""
+    return f"{step}.{budget_bytes}"
 
 
 class _Clipped:
@@ -90,7 +98,7 @@ class StepPreparer:
         world: DataWorld,
         dataset: Dataset,
         lengths: Sequence[int],
-        sampler: GlobalSampler,
+        sampler: GlobalSampler | StreamSampler,
         settings: PlanSettings,
         plan_fn: PlanFn,
         read: ReadOptions,
@@ -99,8 +107,9 @@ class StepPreparer:
         weight_dtype: torch.dtype,
         max_length: int | None = None,
         shapes: Sequence[tuple[int, int, int]] | None = None,
+        post: PlanPost | None = None,
     ) -> None:
-        self.shapes = shapes
+        self.shapes, self.post = shapes, post
         self.world, self.dataset, self.lengths, self.sampler = world, dataset, lengths, sampler
         self.settings, self.plan_fn, self.read = settings, plan_fn, read
         self.min_microbatches, self.closing_dummy = min_microbatches, closing_dummy
@@ -109,22 +118,40 @@ class StepPreparer:
 
     def longest(self) -> list[int]:
         """Dataset indices of the heaviest batch that could be drawn: the longest samples."""
+        if isinstance(self.sampler, StreamSampler):
+            raise ConfigError(
+                "dry_run looks for the longest samples, and a stream does not tell them; run it on "
+                "a list of samples as long as the longest that can come"
+            )
         order = sorted(range(len(self.lengths)), key=lambda i: (-self.lengths[i], i))
         return order[: self.sampler.config.batch]
+
+    def start(self, step: int) -> None:
+        """The loader is about to go on from a step: a stream is read from there."""
+        if isinstance(self.sampler, StreamSampler):
+            self.dataset.start(self.sampler.first_needed(step))  # type: ignore[attr-defined]
+
+    def finished(self, step: int) -> None:
+        """A step is done: a stream need not hold what only it and earlier ones drew."""
+        if isinstance(self.sampler, StreamSampler):
+            self.dataset.forget(self.sampler.first_needed(step + 1))  # type: ignore[attr-defined]
 
     def prepare(self, step: int, indices: Sequence[int] | None = None) -> Prepared:
         """Plan a step and build this rank's shards; never raises for what a user can cause.
 
         indices: the samples, default those that the sampler draws for the step.
         """
-        drawn = self.sampler.indices(step) if indices is None else list(indices)
-        prepared = Prepared(step=step, indices=drawn)
+        settings = self.settings  # the main thread may lower the budget meanwhile
+        prepared = Prepared(step=step, indices=[], budget_bytes=settings.budget_bytes)
         try:
             begin = now_us()
-            self._plan(prepared)
+            prepared.indices = self.sampler.indices(step) if indices is None else list(indices)
+            self._plan(prepared, settings)
             planned = now_us()
             self._read(prepared)
             prepared.plan_us, prepared.data_us = (begin, planned), (planned, now_us())
+        except EndOfData as error:
+            prepared.ended, prepared.trouble, prepared.error = True, str(error), error
         except MdcpError as error:
             prepared.trouble, prepared.error = str(error), error
         except Exception as error:
@@ -132,12 +159,11 @@ class StepPreparer:
             prepared.error = error
         return prepared
 
-    def _plan(self, prepared: Prepared) -> None:
-        s = self.settings
+    def _plan(self, prepared: Prepared, s: PlanSettings) -> None:
         lengths = [self.lengths[i] for i in prepared.indices]
         if self.max_length is not None:
             lengths = [min(n, self.max_length) for n in lengths]
-        request = self._request(lengths, prepared)
+        request = self._request(lengths, prepared, s)
         fitted = fit_samples(
             lengths,
             prepared.indices,
@@ -149,8 +175,8 @@ class StepPreparer:
         prepared.dropped, prepared.cut = len(fitted.dropped), len(fitted.cut)
         prepared.indices = [prepared.indices[i] for i in fitted.kept]
         if fitted.dropped or fitted.cut:
-            request = self._request(fitted.lengths, prepared)
-        plan = self.plan_fn(request)
+            request = self._request(fitted.lengths, prepared, s)
+        plan = self._made(request)
         if plan.workload != request.workload:
             raise PlanError(
                 f"step {prepared.step}: the plan is for other lengths or shapes than the batch "
@@ -170,8 +196,8 @@ class StepPreparer:
             )
         prepared.plan = plan
 
-    def _request(self, lengths: Sequence[int], prepared: Prepared) -> PlanRequest:
-        s, shapes = self.settings, self.shapes
+    def _request(self, lengths: Sequence[int], prepared: Prepared, s: PlanSettings) -> PlanRequest:
+        shapes = self.shapes
         return PlanRequest(
             workload=Workload(
                 lengths=tuple(lengths),
@@ -184,6 +210,21 @@ class StepPreparer:
             recompute=s.recompute,
             step=prepared.step,
         )
+
+    def _made(self, request: PlanRequest) -> StepPlan:
+        """The plan of a request: made here, or in the first plane where there are several."""
+        if self.post is None:
+            return self.plan_fn(request)
+        name = plan_name(request.step, request.budget_bytes)
+        if not self.post.sends:
+            return loads(self.post.take(name))
+        try:
+            plan = self.plan_fn(request)
+        except Exception as error:
+            self.post.send_trouble(name, f"{type(error).__name__}: {error}")
+            raise
+        self.post.send(name, dumps(plan).encode())
+        return plan
 
     def _read(self, prepared: Prepared) -> None:
         plan = prepared.plan

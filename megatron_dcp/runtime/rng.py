@@ -7,10 +7,10 @@ So the shards of a sample agree, a plan change changes nothing, and recomputatio
 * `sample_generator(...)`: uniform and normal numbers for the current microbatch: diffusion noise
   per token and feature, timesteps and caption dropout per sample.
 * `sample_dropout(seed)`: while it is on, `torch.nn.functional.dropout` (so `nn.Dropout`) on tensors
-  whose rows are the microbatch's tokens draws this way. The site is the number of the call inside
-  the microbatch's forward.
+  whose rows are the microbatch's tokens draws this way, and so does `mdcp.attention(dropout_p=...)`
+  on attention probabilities. The site is the number of the call inside the microbatch's forward.
 
-Dropout of attention probabilities inside a trainer's fused kernel is not covered.
+Dropout of attention probabilities inside a trainer's own fused kernel is not covered.
 """
 
 from __future__ import annotations
@@ -26,10 +26,15 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_dcp.dist import PlacementContext, current_or_none, current_placement
+from megatron_dcp.dist.randomness import (
+    dropout_seed,
+    dropout_site,
+    next_dropout_site,
+    set_dropout_site,
+    use_dropout_seed,
+)
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.ops import make_rng_key
-
-_SITE = "dropout_site"  # in PlacementContext.cache: calls of F.dropout so far in this forward
 
 
 def _signed(value: int) -> int:
@@ -132,8 +137,7 @@ class _SampleDropout(TorchFunctionMode):
         context = current_or_none()
         if not training or p == 0.0 or context is None:
             return F.dropout(input, p, training, inplace)
-        site = context.cache.get(_SITE, 0)
-        context.cache[_SITE] = site + 1
+        site = next_dropout_site(context)
         rows = context.position_ids.shape[0]
         shape = (
             input.shape[1:] if input.shape[0] != rows and input.shape[:1] == (1,) else input.shape
@@ -156,17 +160,14 @@ def sample_dropout(seed: int) -> Iterator[None]:
     Wrap the forward of every microbatch: `with mdcp.sample_dropout(seed): loss = ...`. Recomputed
     layers re-enter it by themselves and draw the numbers that they drew first.
     """
-    with _SampleDropout(seed):
+    with use_dropout_seed(seed), _SampleDropout(seed):
         yield
 
 
 def dropout_state() -> tuple[int, int] | None:
     """(seed, next site) while sample dropout is on; what a recomputed layer needs."""
-    context = current_or_none()
-    mode = _active_mode()
-    if context is None or mode is None:
-        return None
-    return mode.seed, context.cache.get(_SITE, 0)
+    context, seed = current_or_none(), dropout_seed()
+    return None if context is None or seed is None else (seed, dropout_site(context))
 
 
 @contextmanager
@@ -177,20 +178,10 @@ def restored_dropout(state: tuple[int, int] | None) -> Iterator[None]:
         yield
         return
     seed, site = state
-    after = context.cache.get(_SITE, 0)
-    context.cache[_SITE] = site
+    after = dropout_site(context)
+    set_dropout_site(context, site)
     try:
-        with _SampleDropout(seed):
+        with sample_dropout(seed):
             yield
     finally:
-        context.cache[_SITE] = max(after, context.cache[_SITE])
-
-
-def _active_mode() -> _SampleDropout | None:
-    from torch.overrides import _get_current_function_mode_stack
-
-    stack: Any = _get_current_function_mode_stack
-    for mode in reversed(stack()):
-        if isinstance(mode, _SampleDropout):
-            return mode
-    return None
+        set_dropout_site(context, max(after, dropout_site(context)))

@@ -91,11 +91,15 @@ class GlobalSampler:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another data set or order."""
-        mine = self.state()
-        wrong = [k for k in mine if state.get(k) != mine[k]]
-        if wrong:
-            raise ConfigError(
-                "the checkpoint was written with another sampler: "
-                + ", ".join(f"{k} was {state.get(k)!r}, is {mine[k]!r}" for k in wrong)
-                + "; resume with the same data set, global_batch_size, seed and remainder"
-            )
+        check_sampler_state(self.state(), state)
+
+
+def check_sampler_state(mine: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """ConfigError where a checkpoint's sampler would draw other samples."""
+    wrong = [k for k in mine if state.get(k) != mine[k]]
+    if wrong:
+        raise ConfigError(
+            "the checkpoint was written with another sampler: "
+            + ", ".join(f"{k} was {state.get(k)!r}, is {mine[k]!r}" for k in wrong)
+            + "; resume with the same data set, global_batch_size, seed and remainder"
+        )

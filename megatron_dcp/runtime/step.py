@@ -33,7 +33,11 @@ from megatron_dcp.plan import Placement, StepPlan
 from megatron_dcp.runtime.schedule import Work
 
 if TYPE_CHECKING:
+    from megatron_dcp.runtime.attempt import Attempt
     from megatron_dcp.runtime.engine import Engine
+
+# (step number, budget in bytes) -> plan, data set indices, this rank's work, denominator.
+Replan = Callable[[int, int], tuple[StepPlan, list[int], list[tuple[Work, Shard]], float]]
 
 
 class Microbatch:
@@ -102,6 +106,14 @@ class Microbatch:
         """Backward of loss_sum (a scalar) / denominator of the step; see the module docstring."""
         self._step.backward(self, loss_sum)
 
+    def backward_output(self, output: Tensor, gradient: Tensor) -> None:
+        """Backward of a pipeline stage without a loss.
+
+        gradient, shaped as output: what the next stage's `mb.backward` left for its input; it is
+        scaled already.
+        """
+        self._step.backward(self, (output * gradient).sum(), scaled=True)
+
 
 class Step:
     """The microbatches of one optimizer step on this rank; iterate once, then `finish`.
@@ -122,17 +134,49 @@ class Step:
         *,
         batch_dim: bool,
         on_finish: Callable[[Step], None] | None = None,
+        replan: Replan | None = None,
     ) -> None:
-        self._on_finish = on_finish
-        self.engine, self.index, self.plan, self.indices = engine, index, plan, indices
-        self.denominator = denominator
-        self.microbatches = [Microbatch(self, w, s, batch_dim=batch_dim) for w, s in work]
+        self._on_finish, self._replan, self._batch_dim = on_finish, replan, batch_dim
+        self.engine, self.index = engine, index
         self.finished = False
         self.loss: float | None = None
         self.grad_norm: float | None = None
         self.metrics: dict[str, Any] = {}
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=engine.world.device)
+        self.attempt: Attempt | None = None
+        self._set(plan, indices, work, denominator)
+
+    def _set(
+        self, plan: StepPlan, indices: list[int], work: list[tuple[Work, Shard]], denominator: float
+    ) -> None:
+        self.plan, self.indices, self.denominator = plan, indices, denominator
+        self.microbatches = [Microbatch(self, w, s, batch_dim=self._batch_dim) for w, s in work]
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.engine.world.device)
+        self.losses = 0  # microbatches of this rank that had a loss
         self._started_us = 0
+        self._events = len(self.engine.log.events)
+
+    def forget(self) -> None:
+        """Let go of the microbatches of a broken attempt, with their tensors and events."""
+        self.microbatches = []
+        del self.engine.log.events[self._events :]
+
+    def again(self, budget_bytes: int) -> None:
+        """Plan the same samples once more, within a smaller budget. Collective."""
+        assert self._replan is not None
+        self._set(*self._replan(self.index, budget_bytes))
+        self.metrics["out_of_memory"] = self.metrics.get("out_of_memory", 0) + 1
+
+    def run(self, loss_fn: Callable[[Microbatch], Tensor]) -> float:
+        """Run every microbatch and finish: the loop of this module's docstring in one call.
+
+        loss_fn(mb) returns the loss sum. Where memory runs out before other ranks depend on this
+        one, the step is planned again with a smaller budget, from the same samples, and started
+        over (see `attempt`); else OutOfMemoryError. Returns the loss of the global batch.
+        Collective; all ranks of a job use it, or none.
+        """
+        from megatron_dcp.runtime.attempt import run_step
+
+        return run_step(self, loss_fn)
 
     @property
     def tokens(self) -> int:
@@ -165,32 +209,43 @@ class Step:
 
     def _begin(self, index: int, mb: Microbatch) -> None:
         log, p = self.engine.log, mb.placement
+        if self.attempt is not None:
+            self.attempt.enter(mb)
         self.engine.beat("placement", self.plan, self.index, p)
         if log.measure and p.degree > 1:
             begin = log.clock()
             self.engine.world.rendezvous(p.first_rank, p.degree)
             log.add_placement("wait", begin, log.clock(), p)
         self.engine.driver.before(index)
+        if self.attempt is not None:
+            self.attempt.arm()
         set_current(mb.context)
         mb.started_us = log.clock()
 
-    def backward(self, mb: Microbatch, loss_sum: Tensor) -> None:
+    def backward(self, mb: Microbatch, loss_sum: Tensor, *, scaled: bool = False) -> None:
         """Scale, run backward under the microbatch's placement, and count its loss."""
         self._check_loss(mb, loss_sum)
         engine = self.engine
+        if self.attempt is not None:
+            self.attempt.forward_done(mb)
         if mb.dummy:
-            scaled = engine.dummy_loss(loss_sum)
+            loss = engine.dummy_loss(loss_sum)
+        elif scaled:
+            loss = loss_sum
         elif mb.context.filler:
-            scaled = loss_sum * 0.0
+            loss = loss_sum * 0.0
         else:
-            scaled = loss_sum * self._scale()
+            loss = loss_sum * self._scale()
+            if engine.scaler is not None:
+                loss = engine.scaler.scale(loss)
             self._loss_sum += loss_sum.detach().double()
             mb.loss_sum = loss_sum.detach()
+            self.losses += 1
         with use_placement(mb.context):
             if mb.closing:
-                engine.driver.end(lambda: scaled)
+                engine.driver.end(lambda: loss)
             else:
-                engine.driver.backward(scaled)
+                engine.driver.backward(loss)
         mb.done = True
         log = engine.log
         log.add_placement(
@@ -232,6 +287,8 @@ class Step:
             )
         if not self._started_us:
             self._start()
+        if self.attempt is not None:
+            self.attempt.before_reduction()
         self.engine.finish_step(self, self._loss_sum, self._started_us)
         self.finished = True
         if self._on_finish is not None:

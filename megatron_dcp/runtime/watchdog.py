@@ -26,11 +26,13 @@ import torch.distributed as dist
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Placement, StepPlan, dumps
+from megatron_dcp.runtime.oom import write_budget
 
 _T = TypeVar("_T")
 
 EXIT_STATUS = 70
 IDLE = "outside a step"
+_BUDGET = "budget "
 
 
 class Watchdog:
@@ -92,6 +94,16 @@ class Watchdog:
         self._stop.set()
         self._thread.join(timeout=5)
 
+    def end_others(self, text: str, *, budget_bytes: int | None = None) -> None:
+        """Leave a word for the watchdogs of the other ranks: they print it and end theirs.
+
+        budget_bytes: the budget of a next run, for their hosts (see `oom`). Returns when they had
+        the time to read it.
+        """
+        word = text if budget_bytes is None else f"{_BUDGET}{budget_bytes} {text}"
+        self._within(lambda: self._leave_word(word))
+        time.sleep(min(2.0, self.timeout_s))
+
     def _watch(self) -> None:
         pause = min(1.0, self.timeout_s / 4)
         while not self._stop.wait(pause):
@@ -102,7 +114,7 @@ class Watchdog:
             except TimeoutError:
                 word = self._silence()
             if word is not None:
-                self._print(word)
+                self._print(self._budget_of(word))
                 self._finish()
                 return
             stuck = time.monotonic() - self._at
@@ -160,6 +172,14 @@ class Watchdog:
             # The store lives in rank 0's launcher: when it is gone, so is the job.
             return "the job's store is gone; ending this rank"
         return None
+
+    def _budget_of(self, word: str) -> str:
+        """The text of a word; the budget that it carries is left for the next run on this host."""
+        if not word.startswith(_BUDGET):
+            return word
+        budget, _, text = word.removeprefix(_BUDGET).partition(" ")
+        write_budget(int(budget), text)
+        return text
 
     def _report(self, stuck: float) -> None:
         try:

@@ -24,6 +24,7 @@ from megatron_dcp.ops import (
 )
 from megatron_dcp.ops.segments import segment_tensor
 from megatron_dcp.schemes.core import accumulators_like, needs
+from megatron_dcp.schemes.dropout import dropout_arguments
 from megatron_dcp.schemes.masks import Mask, context_rects, segments_between
 from megatron_dcp.schemes.registry import AttentionOptions, register_scheme
 
@@ -51,6 +52,12 @@ def _segments(ctx: PlacementContext, mask: Mask) -> Tensor:
         ctx.cache[name] = segment_tensor(rows)
     found: Tensor = ctx.cache[name]
     return found
+
+
+def _dropout(ctx: PlacementContext, options: AttentionOptions, head: int) -> dict[str, Any]:
+    """Dropout of the local queries, from a query head on, over the gathered keys."""
+    own = options.from_head(head)
+    return dropout_arguments(own.dropout, ctx, ctx.member, _sources(ctx, options.mask))
 
 
 def _head_groups(kv_heads: int) -> list[slice]:
@@ -136,6 +143,7 @@ class _Allgather(torch.autograd.Function):
                 part_lse,
                 softmax_scale=options.softmax_scale,
                 softcap=options.softcap,
+                **_dropout(ctx, options, rows.start),
             )
             out[:, rows], lse[rows] = part, part_lse
         result = out.to(q.dtype)
@@ -167,6 +175,7 @@ class _Allgather(torch.autograd.Function):
                 dkv[:, 1],
                 softmax_scale=options.softmax_scale,
                 softcap=options.softcap,
+                **_dropout(ctx, options, rows.start),
             )
             dq[:, rows] = part
             homes.append(_start_home(dkv, ctx, options.mask, kind))

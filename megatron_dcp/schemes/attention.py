@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_dcp.dist import PlacementContext, current_placement
+from megatron_dcp.dist.randomness import dropout_seed, next_dropout_site
 from megatron_dcp.errors import ConfigError
+from megatron_dcp.ops import make_rng_key
+from megatron_dcp.schemes.dropout import Dropout
 from megatron_dcp.schemes.grid import Axis, Layout, grid_attention, layout_rows
 from megatron_dcp.schemes.masks import Mask
 from megatron_dcp.schemes.registry import AttentionOptions, find_scheme
@@ -24,6 +27,8 @@ def attention(
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    head_offset: int = 0,
     axis: Axis | None = None,
     rows: Layout = "own",
     placement: PlacementContext | None = None,
@@ -37,23 +42,44 @@ def attention(
 
     causal, window_size: as in flash-attention; the window counts (left, right) from the query's own
     position, -1 is no limit. softmax_scale: default D ** -0.5. softcap: 0 is off.
+    dropout_p: of attention probabilities, inside `with mdcp.sample_dropout(seed)`: masks belong to
+    the sample, so plans change nothing; pass 0 in evaluation. head_offset: number of the first
+    query head given here in the whole model, where tensor parallelism cuts heads (for dropout).
     axis: for samples with shapes, `space` (inside each frame) or `time` (along each pixel) instead
     of the whole sample; causal and window then count inside that. rows: the layout that q, k and v
     are in (see `schemes.grid`); only with an axis. placement: default the current one.
     """
+    ctx = placement if placement is not None else current_placement()
     return _eager()(
         q,
         k,
         v,
-        placement if placement is not None else current_placement(),
+        ctx,
         AttentionOptions(
             mask=Mask(causal=causal, window_size=window_size),
             softmax_scale=softmax_scale,
             softcap=softcap,
+            dropout=_dropout(dropout_p, head_offset, ctx),
         ),
         axis,
         rows,
     )
+
+
+def _dropout(probability: float, head_offset: int, ctx: PlacementContext) -> Dropout | None:
+    if not probability:
+        return None
+    if not 0.0 < probability < 1.0:
+        raise ConfigError(f"attention: dropout_p={probability!r} must be at least 0 and below 1")
+    seed = dropout_seed()
+    if seed is None:
+        raise ConfigError(
+            f"attention: dropout_p={probability} outside of mdcp.sample_dropout: wrap the forward "
+            "of every microbatch in `with mdcp.sample_dropout(seed):`, so that masks belong to "
+            "samples and not to ranks"
+        )
+    key = make_rng_key(seed, next_dropout_site(ctx), ctx.step)
+    return Dropout(probability=probability, rng_key=key, head_offset=head_offset)
 
 
 # torch.compile breaks its graph here: what a placement asks for changes with every microbatch and
@@ -87,6 +113,8 @@ def _attention(
         raise ConfigError(f"attention: rows={rows!r} belongs to axis 'space' or 'time'; pass axis")
     _check(q, k, v, ctx, ctx.rows if axis is None else layout_rows(ctx, rows))
     if axis is not None:
+        if options.dropout is not None:
+            raise ConfigError(f"attention: dropout_p with axis={axis!r} is not supported; pass 0")
         return grid_attention(q, k, v, ctx, options, axis=axis, rows=rows)
     scheme = find_scheme(ctx.placement.scheme)
     if ctx.filler:

@@ -12,6 +12,7 @@ from megatron_dcp.dist import PlacementContext
 from megatron_dcp.ops import segment_attention, varlen_attention
 from megatron_dcp.ops.segments import segment_tensor
 from megatron_dcp.plan.shards import Span
+from megatron_dcp.schemes.dropout import dropout_arguments
 from megatron_dcp.schemes.masks import Mask, context_rects, is_plain, segments_between
 from megatron_dcp.schemes.registry import AttentionOptions
 
@@ -54,6 +55,7 @@ def attend_whole(
 ) -> Tensor:
     """Attention where q, k, v hold every token of the pack, in order [T, heads, D]; outer is 1."""
     mask = options.mask
+    dropout = dropout_arguments(options.dropout, ctx, ctx.member, [ctx.member])
     if is_plain(ctx):
         out, _ = varlen_attention(
             q,
@@ -67,6 +69,7 @@ def attend_whole(
             causal=mask.causal,
             window_size=mask.window_size,
             softcap=options.softcap,
+            **dropout,
         )
         return out
     name = ("whole", mask)
@@ -76,7 +79,13 @@ def attend_whole(
         ctx.cache[name] = segment_tensor(rows)
     segments: Tensor = ctx.cache[name]
     out, _ = segment_attention(
-        q, k, v, segments, softmax_scale=options.softmax_scale, softcap=options.softcap
+        q,
+        k,
+        v,
+        segments,
+        softmax_scale=options.softmax_scale,
+        softcap=options.softcap,
+        **dropout,
     )
     return out
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron_dcp.dist import PlacementContext
 from megatron_dcp.schemes.registry import AttentionOptions, register_scheme
 from megatron_dcp.schemes.ring import ring_attention
-from megatron_dcp.schemes.ulysses import to_heads, to_tokens
+from megatron_dcp.schemes.ulysses import first_head, to_heads, to_tokens
 
 
 @register_scheme("hybrid")
@@ -19,4 +19,5 @@ def hybrid(
     q: Tensor, k: Tensor, v: Tensor, ctx: PlacementContext, options: AttentionOptions
 ) -> Tensor:
     """q [t, H, D], k and v [t, Hk, D] -> [t, H, D]."""
-    return to_tokens(ring_attention(*to_heads(q, k, v, ctx), ctx, options), ctx)
+    own = options.from_head(first_head(q, ctx))
+    return to_tokens(ring_attention(*to_heads(q, k, v, ctx), ctx, own), ctx)

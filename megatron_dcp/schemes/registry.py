@@ -10,22 +10,33 @@ gradients by autograd. `ctx` says who holds what; nothing else may be read.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from megatron_dcp.dist import PlacementContext
 from megatron_dcp.errors import PlanError
+from megatron_dcp.schemes.dropout import Dropout
 from megatron_dcp.schemes.masks import Mask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """What one attention call asks for. softmax_scale None is D ** -0.5; softcap 0 is off."""
+    """What one attention call asks for. softmax_scale None is D ** -0.5; softcap 0 is off.
+
+    dropout: of the probabilities, None is off.
+    """
 
     mask: Mask = field(default_factory=Mask)
     softmax_scale: float | None = None
     softcap: float = 0.0
+    dropout: Dropout | None = None
+
+    def from_head(self, head: int) -> AttentionOptions:
+        """The same for a slice of the query heads that begins at `head`."""
+        if self.dropout is None or not head:
+            return self
+        return replace(self, dropout=self.dropout.from_head(head))
 
 
 Scheme = Callable[[Tensor, Tensor, Tensor, PlacementContext, AttentionOptions], Tensor]

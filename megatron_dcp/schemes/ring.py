@@ -22,6 +22,7 @@ from megatron_dcp.ops import (
 )
 from megatron_dcp.schemes.core import accumulators_like, member_segment_tensor
 from megatron_dcp.schemes.couriers import GradientCourier, kv_steps
+from megatron_dcp.schemes.dropout import dropout_arguments
 from megatron_dcp.schemes.registry import AttentionOptions, register_scheme
 
 
@@ -49,6 +50,7 @@ class _Ring(torch.autograd.Function):
                     lse,
                     softmax_scale=options.softmax_scale,
                     softcap=options.softcap,
+                    **dropout_arguments(options.dropout, ctx, ctx.member, [member]),
                 )
         result = out.to(q.dtype)
         fn.save_for_backward(q, kv, result, lse)
@@ -82,6 +84,7 @@ class _Ring(torch.autograd.Function):
                     dkv[1],
                     softmax_scale=options.softmax_scale,
                     softcap=options.softcap,
+                    **dropout_arguments(options.dropout, ctx, ctx.member, [member]),
                 )
             courier.give(member, dkv)
         dk, dv = courier.home()

@@ -79,6 +79,11 @@ def repeats(heads: int, kv_heads: int, ranks: int) -> int:
     return max(1, ranks // kv_heads)
 
 
+def first_head(q: Tensor, ctx: PlacementContext) -> int:
+    """The first query head that this rank has after the all-to-all; q [t, H, D]."""
+    return q.shape[1] // ctx.inner * ctx.inner_rank
+
+
 def to_heads(
     q: Tensor, k: Tensor, v: Tensor, ctx: PlacementContext
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,4 +113,5 @@ def ulysses(
     q: Tensor, k: Tensor, v: Tensor, ctx: PlacementContext, options: AttentionOptions
 ) -> Tensor:
     """q [t, H, D], k and v [t, Hk, D] -> [t, H, D]."""
-    return to_tokens(attend_whole(*to_heads(q, k, v, ctx), ctx, options), ctx)
+    own = options.from_head(first_head(q, ctx))
+    return to_tokens(attend_whole(*to_heads(q, k, v, ctx), ctx, own), ctx)

@@ -19,4 +19,4 @@ if [ "$1" = -n ]; then
 fi
 case $1 in *.py) program=("$@") ;; *) program=(-m megatron_dcp "$@") ;; esac
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$MDCP_PYTHON" -m torch.distributed.run --standalone --nnodes 1 --nproc-per-node "$ranks" "${program[@]}"
+exec "$MDCP_PYTHON" -m megatron_dcp.cli.elastic --standalone --nnodes 1 --nproc-per-node "$ranks" "${program[@]}"

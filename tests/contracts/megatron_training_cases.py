@@ -39,8 +39,18 @@ def _clear_megatron() -> None:
         trainer._TRAIN_START_TIME = 0.0
 
 
-def run(*, script: str, argv: list[str]) -> dict[str, Any]:
+def out_of_memory(iterator: Any, model: Any) -> Any:
+    """A forward step for --mdcp-forward-step whose device is full."""
+    import torch
+
+    next(iterator)
+    raise torch.OutOfMemoryError("made up")
+
+
+def run(*, script: str, argv: list[str], oom_file: str | None = None) -> dict[str, Any]:
     """Losses and gradient norms of each step (or the error) of one run on this rank."""
+    if oom_file is not None:
+        os.environ["MDCP_OOM_FILE"] = oom_file
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     register_mix()
@@ -58,9 +68,12 @@ def run(*, script: str, argv: list[str]) -> dict[str, Any]:
             runpy.run_path(script, run_name="__main__")
         current = training.current_runner()
         steps["digests"] = current.digests if current is not None else []
+        last = current.last_plan if current is not None else None
+        steps["budget"] = last.budget_bytes if last is not None else None
     except MdcpError as error:
         steps["error"] = f"{type(error).__name__}: {error}"
     finally:
+        os.environ.pop("MDCP_OOM_FILE", None)
         sys.argv = before
         patches.undo()
         training.reset()

@@ -6,6 +6,7 @@ attention) and through `mdcp launch` with --mdcp. Losses are those that Megatron
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -38,12 +39,13 @@ def arguments(*more: str, **changed: str) -> list[str]:
     return [*found, *more]
 
 
-def run(pool: WorkerPool, ranks: int, argv: list[str]) -> list[dict[str, Any]]:
+def run(pool: WorkerPool, ranks: int, argv: list[str], **more: Any) -> list[dict[str, Any]]:
     return pool.run(
         ranks,
         "tests.contracts.megatron_training_cases:run",
         script=str(EXAMPLE / "pretrain.py"),
         argv=argv,
+        **more,
     )
 
 
@@ -101,6 +103,21 @@ def test_resume_gives_the_same_plans_and_losses(
     for before, after in zip(whole, rest, strict=True):
         assert before["digests"][3:] == after["digests"]
         assert relative(before["losses"][3:], after["losses"]) <= 2e-6
+
+
+def test_out_of_memory_leaves_a_smaller_budget_for_the_next_start(
+    own_megatron_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """All ranks fail with the numbers; the next start plans with nine tenths of what failed."""
+    full = ["--mdcp-forward-step", "tests.contracts.megatron_training_cases:out_of_memory"]
+    files = {"oom_file": str(tmp_path / "oom.json")}
+    for r in run(own_megatron_pool, 2, arguments(*MIX, *full, train_iters="2"), **files):
+        assert r["error"].startswith("OutOfMemoryError: rank")
+        assert "The plan expected" in r["error"]
+    left = json.loads((tmp_path / "oom.json").read_text())["budget_bytes"]
+    again = run(own_megatron_pool, 2, arguments(*MIX, train_iters="2"), **files)
+    assert [r["budget"] for r in again] == [left, left]
+    assert len(again[0]["losses"]) == 2
 
 
 @pytest.mark.parametrize(

@@ -56,4 +56,4 @@ def test_a_planner_that_fails_on_one_rank_stops_all(pool: WorkerPool) -> None:
 def test_a_plan_for_another_batch_is_refused(pool: WorkerPool) -> None:
     for r in pool.run(2, CASE, fault="other workload"):
         assert r["type"] == "PlanError"
-        assert "other lengths than the batch" in r["error"]
+        assert "other lengths or shapes than the batch" in r["error"]

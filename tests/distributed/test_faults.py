@@ -46,6 +46,18 @@ def test_soak_2000_steps() -> None:
         workers.close()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_rank_killed_before_or_after_the_messages_of_a_step(when: str) -> None:
+    """The ranks that are left end with a named error, after the steps that all have finished."""
+    workers = WorkerPool(timeout_s=120)
+    case = "megatron_dcp.testing.cases.faults:killed_in_a_step"
+    results = workers.run(2, case, may_die=[1], when=when, victim=1)
+    assert results[1] is None
+    assert results[0]["done"] == 1
+    assert "a transfer with rank 1 failed" in results[0]["error"]
+    assert results[0]["seconds"] < 60
+
+
 def test_a_nan_loss_names_the_sample_and_steps_no_optimizer() -> None:
     data = Samples(random_lengths(3, 8, 20), 3)
     model = TinyModel(seed=0)

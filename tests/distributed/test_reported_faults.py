@@ -13,7 +13,8 @@ import megatron_dcp as mdcp
 from megatron_dcp.cost import resolve
 from megatron_dcp.data.generators import generate
 from megatron_dcp.dist.context import cu_seqlens_of
-from megatron_dcp.plan import Topology, Workload
+from megatron_dcp.observe.timeline import draw_step
+from megatron_dcp.plan import Topology, Workload, digest, dumps, load
 from megatron_dcp.planner import PlanRequest, make_plan, strategy_names
 from megatron_dcp.runtime.oversize import most_bytes_needed
 from megatron_dcp.testing.cases.gradients import Samples, random_lengths, run_step
@@ -68,6 +69,23 @@ def test_05_a_group_captured_at_construction(pool: WorkerPool) -> None:
     shared = pool.run(4, TRAINING, seed=4, steps=4)[0]
     assert shared["losses"] == pytest.approx(alone["losses"], rel=1e-9)
     assert shared["parameters"] == alone["parameters"]
+
+
+def test_06_recompilation_storms_from_ever_changing_shapes() -> None:
+    """Compiled layers see a new shape in every microbatch: no graph after those of the first."""
+    from torch._dynamo.utils import counters
+
+    model = TinyModel(seed=0)
+    for layer in model.layers:
+        layer.compile(backend="eager", dynamic=True)
+    graphs = []
+    for n in (7, 30, 12, 1, 44, 5):
+        with mdcp.packed([n, 3]) as pack:
+            out = model(torch.zeros(n + 3, dtype=torch.int64), pack.position_ids)
+        torch.autograd.backward(out.sum())
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0
+    assert graphs[-1] == graphs[0]
 
 
 def test_07_communicators_eat_memory(pool: WorkerPool) -> None:
@@ -135,6 +153,25 @@ def test_11_a_planner_slower_than_the_step() -> None:
     lengths = [int(x) for x in (LENGTHS / "wiki_512.txt").read_text().split()]
     best = min(plan_for(lengths, ranks=64).info["planner_us"] for _ in range(5))
     assert best < 0.1 * plan_for(lengths, ranks=64).makespan_us
+
+
+def test_12_how_was_each_iteration_split(tmp_path: Path) -> None:
+    """Every step's plan can be written, read, compared by digest, and drawn over what happened."""
+    data = Samples(random_lengths(1, 12, 30), 1)
+    engine = mdcp.initialize(
+        TinyModel(), None, cost=tiny_profile(), plan_ahead=0, measure=True, recompute="off"
+    )
+    step = next(iter(engine.dataloader(data, global_batch_size=12, lengths="lengths")))
+    run_step(engine, step)
+    (tmp_path / "plan.json").write_text(dumps(step.plan))
+    read = load(tmp_path / "plan.json")
+    assert digest(read) == digest(step.plan)
+    split = {i: p.degree for p in read.placements for i in p.samples}
+    assert sorted(split) == list(range(12))
+    events = engine.take_events()
+    assert [e["kind"] for e in events].count("placement") == len(read.placements)
+    picture = draw_step(read, events, tmp_path / "step.png", "step 0")
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_13_empty_or_length_1_samples_give_nan(pool: WorkerPool) -> None:

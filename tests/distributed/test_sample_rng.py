@@ -21,6 +21,35 @@ def test_gradients_with_dropout_equal_one_process(pool: WorkerPool, ranks: int, 
         assert r["loss_error"] <= 1e-12
 
 
+@pytest.mark.parametrize(
+    ("ranks", "scheme"),
+    [(1, "local"), (2, "ulysses"), (2, "ring"), (2, "allgather"), (4, "hybrid"), (4, "ring")],
+)
+def test_attention_dropout_is_the_same_under_every_scheme(
+    pool: WorkerPool, ranks: int, scheme: str
+) -> None:
+    """Masks of attention probabilities belong to the sample: one process, one sample at a time."""
+    options = {"seed": 7, "attention_dropout": 0.4, "schemes": [scheme]}
+    for r in pool.run(ranks, f"{CASES}:dropout_case", **options):
+        assert r["error"] <= 1e-10, r
+        assert r["loss_error"] <= 1e-12
+        assert scheme in r["schemes"]
+
+
+def test_attention_dropout_needs_a_seed_and_drops_the_right_share() -> None:
+    q = torch.ones(400, 4, 8, dtype=torch.float64)
+    v = torch.ones(400, 2, 8, dtype=torch.float64)
+    with mdcp.packed([400]):
+        with pytest.raises(ConfigError, match="sample_dropout"):
+            mdcp.attention(q, v, v, dropout_p=0.25)
+        with mdcp.sample_dropout(1):
+            out = mdcp.attention(q, v, v, causal=False, dropout_p=0.25)
+            again = mdcp.attention(q, v, v, causal=False, dropout_p=0.25)
+    assert float(out.mean()) == pytest.approx(1.0, abs=0.01)  # 640,000 pairs of weight 1/400 each
+    assert float(out.std()) > 0
+    assert not torch.equal(out, again), "another site, other masks"
+
+
 def test_some_of_these_plans_recompute(pool: WorkerPool) -> None:
     found = [pool.run(2, f"{CASES}:dropout_case", seed=s)[0]["recomputed"] for s in range(3)]
     assert max(found) > 0

@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_dcp.errors import AdapterError
 from megatron_dcp.runtime.backend import Backend, trainable
 from megatron_dcp.runtime.driver import Driver
+from megatron_dcp.runtime.gradients import AllReduce
 
 
 class DeepSpeedDriver(Driver):
@@ -82,7 +83,7 @@ class DeepSpeedDriver(Driver):
                     p.grad = torch.zeros_like(p)
         self._context.close()
 
-    def clip(self, max_norm: float) -> Tensor:
+    def clip(self, max_norm: float, sum_squares: AllReduce | None = None) -> Tensor:
         raise AdapterError(
             "DeepSpeed clips inside engine.step(): set `gradient_clipping` in its config "
             f"(found {self.engine.gradient_clipping()}) instead of calling clip({max_norm})"

@@ -37,10 +37,17 @@ from megatron_dcp.config import MegatronConfig, PlannerConfig
 from megatron_dcp.cost import CostProfile
 from megatron_dcp.dispatch.exchange import exchange
 from megatron_dcp.dist import agree
-from megatron_dcp.errors import AdapterError
-from megatron_dcp.plan import StepPlan, Workload, digest, dumps, lockstep_ranks
+from megatron_dcp.errors import AdapterError, OutOfMemoryError
+from megatron_dcp.plan import Placement, StepPlan, Workload, digest, dumps, lockstep_ranks
 from megatron_dcp.plan.shards import shard_map
 from megatron_dcp.planner import PlanRequest, make_plan
+from megatron_dcp.runtime.oom import (
+    agreed_limit,
+    is_out_of_memory,
+    make_report,
+    smaller_budget,
+    write_budget,
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,6 +70,7 @@ class MegatronDcp:
     _profile: CostProfile | None = None
     _recompute: list[Recompute] = field(default_factory=list)
     _steps: int = 0
+    _placement: Placement | None = None  # of the forward that began last
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's schedule function under the plan; same keyword arguments, same result."""
@@ -107,6 +115,10 @@ class MegatronDcp:
                     forward_only=forward_only,
                     **kwargs,
                 )
+            except (MemoryError, RuntimeError) as error:
+                if is_out_of_memory(error):
+                    self._end_out_of_memory(error)
+                raise
             finally:
                 for settings in self._recompute:
                     settings.restore()
@@ -134,6 +146,9 @@ class MegatronDcp:
         self._profile = model_profile(
             configs[0], vocab, domain.topology, self.planner, self.megatron
         )
+        limit = agreed_limit(domain.world)
+        if limit is not None and limit < self._profile.budget_bytes:
+            self._profile = self._profile.with_budget(limit)
         if domain.pp_size > 1:
             for config in configs:
                 config.variable_seq_lengths = True  # stages exchange shapes first
@@ -141,6 +156,24 @@ class MegatronDcp:
             Recompute.of(chunk, config) for chunk, config in zip(chunks, configs, strict=True)
         ]
         self._domain = domain
+
+    def _end_out_of_memory(self, error: BaseException) -> None:
+        """Leave a smaller budget for the launcher's next start, and say what was expected."""
+        assert self._domain is not None
+        assert self._profile is not None
+        assert self.last_plan is not None
+        plan = self.last_plan
+        everything = range(len(plan.lengths))
+        report = make_report(self._domain.world, plan, self._placement, everything, error)
+        budget = smaller_budget([report], plan.budget_bytes, self._profile.static_bytes, 0)
+        text = (
+            f"{report.text()}. Start from the last checkpoint with --mdcp-memory-gb "
+            f"{(budget or plan.budget_bytes) / 1e9:.6g} or less; "
+            "`python -m megatron_dcp.cli.elastic` does that by itself"
+        )
+        if budget is not None:
+            write_budget(budget, text)
+        raise OutOfMemoryError(text) from error
 
     def _plan_step(self, data_iterator: Any, count: int, forward_only: bool) -> list[Microbatch]:
         """Read, plan, agree, move; returns this rank's microbatches."""
@@ -221,6 +254,7 @@ class MegatronDcp:
 
         def step(iterator: _Peek, model: Any, *args: Any) -> Any:
             mb = iterator.peek()
+            self._placement = mb.context.placement
             own = layers[id(model)]
             share = -(-mb.recompute * own // total)  # of a chunk, rounded up
             settings[id(model)].apply(share, mb.recompute_kind, own)

@@ -8,11 +8,12 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from megatron_dcp.config import Normalize, Oversize, PlannerConfig, RuntimeConfig
 from megatron_dcp.cost import CostProfile, resolve
 from megatron_dcp.cost.profiling import check_fingerprint
-from megatron_dcp.dist import DataWorld
+from megatron_dcp.dist import DataWorld, planes_of, stage_group_of
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Topology
 from megatron_dcp.runtime import Engine
@@ -20,6 +21,7 @@ from megatron_dcp.runtime.autocost import auto_profile
 from megatron_dcp.runtime.backend import detect
 from megatron_dcp.runtime.engine import node_ranks
 from megatron_dcp.runtime.fingerprint import model_fingerprint
+from megatron_dcp.runtime.gradients import local_of
 from megatron_dcp.runtime.prepare import PlanFn
 
 __all__ = ["initialize"]
@@ -42,6 +44,9 @@ def initialize(
     ranks_per_node: int | None = None,
     normalize: Normalize = "token",
     max_grad_norm: float | None = None,
+    float32_gradients: bool = True,
+    scaler: Any = None,
+    ema_decay: float | None = None,
     recompute: Literal["auto", "off"] = "auto",
     oversize: Oversize = "error",
     measure: bool = False,
@@ -50,20 +55,25 @@ def initialize(
     watchdog_s: float | None = None,
     watchdog_dir: str = ".",
     planes: Sequence[Sequence[int]] | None = None,
+    mesh: DeviceMesh | None = None,
+    data_dims: Sequence[str] | None = None,
     world: DataWorld | None = None,
 ) -> Engine:
     """An engine for a model. Collective: every rank calls it alike.
 
     model: a module, or one wrapped in DistributedDataParallel or by `fully_shard`; its attention
     calls `mdcp.attention`. optimizer, scheduler: stepped once per `step.finish()`; without an
-    optimizer gradients are left in place. cost: a profile, a preset's name or a profile file.
-    force_cost: use a fitted profile although it was measured on another device or model.
-    backend: how the wrapper is driven, default as found (see
-    runtime.backend). memory: `auto` takes the profile's budget, a number is GB (1e9 bytes) per
-    rank. plan_fn: makes
-    the plan of a PlanRequest instead of `strategy`. lockstep: `auto` takes what the wrapper needs.
-    ranks_per_node: default the launcher's LOCAL_WORLD_SIZE, else all ranks. planes: global ranks of
-    each DP x CP plane where TP or PP is in use. The rest: see RuntimeConfig and PlannerConfig.
+    optimizer gradients are left in place. scaler: a torch.amp.GradScaler for float16 autocast; a
+    step that overflows on any rank is skipped on all. cost: a profile, a preset's name or a profile
+    file. force_cost: use a fitted profile although it was measured on another device or model.
+    backend: how the wrapper is driven, default as found (see runtime.backend). memory: `auto` takes
+    the profile's budget, a number is GB (1e9 bytes) per rank. plan_fn: makes the plan of a
+    PlanRequest instead of `strategy`. lockstep: `auto` takes what the wrapper needs.
+    ranks_per_node: default the launcher's LOCAL_WORLD_SIZE, else all ranks. mesh: a DeviceMesh over
+    all processes with named dimensions, where TP or PP is in use: samples are distributed over
+    data_dims (default those named dp, dp_replicate, dp_shard, cp, data ...), and the first plane's
+    plans go to the others. planes: the same as global ranks of each plane. The rest: see
+    RuntimeConfig and PlannerConfig.
     """
     planner = PlannerConfig(
         strategy=strategy,
@@ -76,6 +86,8 @@ def initialize(
     runtime = RuntimeConfig(
         normalize=normalize,
         max_grad_norm=max_grad_norm,
+        float32_gradients=float32_gradients,
+        ema_decay=ema_decay,
         plan_ahead=plan_ahead,
         measure=measure,
         timeout_s=timeout_s,
@@ -84,9 +96,11 @@ def initialize(
     )
     descriptor = detect(model, name=backend)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if mesh is not None:
+        planes = planes_of(mesh, data_dims)
     world = world or DataWorld(planes=planes, device=device, timeout_s=timeout_s)
     if not descriptor.reduces:
-        world.broadcast_([x.data for x in (*model.parameters(), *model.buffers())])
+        world.broadcast_([local_of(x.data) for x in (*model.parameters(), *model.buffers())])
     if cost == "auto":
         node = node_ranks(ranks_per_node, world.size)
         topology = Topology(data_ranks=world.size, ranks_per_node=node)
@@ -95,6 +109,7 @@ def initialize(
         profile = _profile(cost, model, device, force=force_cost)
     return Engine(
         model=model,
+        scaler=scaler,
         optimizer=optimizer,
         scheduler=scheduler,
         backend=descriptor,
@@ -104,6 +119,7 @@ def initialize(
         runtime=runtime,
         ranks_per_node=ranks_per_node,
         plan_fn=plan_fn,
+        stage_group=None if mesh is None else stage_group_of(mesh),
     )
 
 

@@ -8,7 +8,9 @@ checkpoint names, so that digests and losses go on exactly.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from megatron_dcp.runtime.checkpoint import (
     newest_checkpoint,
     save_checkpoint,
 )
+from megatron_dcp.runtime.oom import RESTARTED
 from megatron_dcp.runtime.preempt import STOP_STATUS
 
 
@@ -41,10 +44,13 @@ def train_long(
 ) -> int:
     """Train, checkpointing; returns 0, or STOP_STATUS when a signal ended the run early."""
     assert options.train_steps is not None
+    steps = options.train_steps
+    if os.environ.get(RESTARTED) == "1":
+        options = replace(options, resume=True)
     checkpoints = options.out / "checkpoints"
     profile = _profile(options, checkpoints, fitted)
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=options.train_steps)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     engine = mdcp.initialize(
         model, optimizer, cost=profile, strategy=options.strategy_names[-1], scheduler=scheduler,
         ranks_per_node=options.ranks_per_node, max_grad_norm=1.0, watchdog_s=options.watchdog_s,
@@ -65,9 +71,7 @@ def train_long(
     metrics = RunMetrics(options, engine) if options.measured else None
     while loader.position < len(loader) and not engine.stop_requested:
         for step in loader:
-            for mb in step:
-                mb.backward(loss_sum(model(**mb.inputs), mb.labels))
-            loss = step.finish()
+            loss = step.run(lambda mb: loss_sum(model(**mb.inputs), mb.labels))
             log.write(step, loss)
             say(f"step {step.index}: loss {loss:.5f}")
             if metrics is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,36 +11,46 @@ from torch import Tensor, nn
 import megatron_dcp as mdcp
 from megatron_dcp.dispatch import ReadOptions, read_sample
 from megatron_dcp.dist import DataWorld, make_context, use_placement
-from megatron_dcp.plan import Placement
+from megatron_dcp.plan import Placement, StepPlan
+from megatron_dcp.planner import PlanRequest
 from megatron_dcp.testing.cases.attention import cached_world
-from megatron_dcp.testing.cases.gradients import Samples, plan_maker, random_lengths
+from megatron_dcp.testing.cases.gradients import Samples, random_lengths
 from megatron_dcp.testing.gradients import gradient_error
 from megatron_dcp.testing.models import TinyModel, weighted_loss_sum
-from megatron_dcp.testing.plans import tiny_profile
+from megatron_dcp.testing.plans import random_plan, tiny_profile
 
 SEED = 11
+SCHEMES = ["local", "ulysses", "ring", "allgather", "hybrid"]
 
 
 class DropoutModel(TinyModel):
-    """The tiny model with dropout behind every MLP and noise on the embeddings."""
+    """The tiny model with dropout behind every MLP, and of attention probabilities."""
 
-    def __init__(self, **kwargs: Any) -> None:
+    def __init__(self, attention_dropout: float = 0.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        self.attention_dropout = attention_dropout
         for layer in self.layers:
             assert isinstance(layer.mlp, nn.Sequential)
             layer.mlp.append(nn.Dropout(0.3))
 
     def loss(self, inputs: dict[str, Tensor], labels: Tensor, weights: Tensor) -> Tensor:
         with mdcp.sample_dropout(SEED):
-            return weighted_loss_sum(self(**inputs), labels, weights)
+            attend = partial(mdcp.attention, dropout_p=self.attention_dropout)
+            return weighted_loss_sum(self(**inputs, attend=attend), labels, weights)
 
 
-def dropout_case(*, seed: int, samples: int = 8, recompute: int | None = None) -> dict[str, Any]:
+def dropout_case(
+    *, seed: int, samples: int = 8, attention_dropout: float = 0.0, schemes: list[str] | None = None
+) -> dict[str, Any]:
     """Gradient error of one step with dropout on, under a random plan."""
     data = Samples(random_lengths(seed, samples, 30), seed)
-    model, reference = DropoutModel(seed=seed), DropoutModel(seed=seed)
+    model, reference = (DropoutModel(attention_dropout, seed=seed) for _ in range(2))
+
+    def make(request: PlanRequest) -> StepPlan:
+        return random_plan(request, seed, schemes=schemes or SCHEMES)
+
     engine = mdcp.initialize(
-        model, None, cost=tiny_profile(), plan_fn=plan_maker(None, seed, False), plan_ahead=0,
+        model, None, cost=tiny_profile(), plan_fn=make, plan_ahead=0,
         world=cached_world(),
     )  # fmt: skip
     engine.wrap_layers(model.layers)
@@ -55,6 +66,7 @@ def dropout_case(*, seed: int, samples: int = 8, recompute: int | None = None) -
         "error": error,
         "where": where,
         "loss_error": abs(loss - expected) / abs(expected),
+        "schemes": sorted({p.scheme for p in step.plan.placements}),
         "recomputed": max((mb.recompute for mb in step.microbatches), default=0),
     }
 
@@ -72,7 +84,7 @@ def _reference(model: DropoutModel, data: Samples, indices: list[int], step: int
         with use_placement(context):
             loss = model.loss(inputs, item.labels, item.weights) / total
             torch.autograd.backward(loss)
-        value += float(loss)
+        value += float(loss.detach())
     return value
 
 

@@ -17,7 +17,7 @@ from megatron_dcp.planner import PlanRequest
 from megatron_dcp.schemes import attention
 from megatron_dcp.testing.cases.attention import block_context, cached_world
 from megatron_dcp.testing.cases.gradients import Samples, run_step
-from megatron_dcp.testing.models import TinyModel
+from megatron_dcp.testing.models import TinyModel, weighted_loss_sum
 from megatron_dcp.testing.plans import plan_request, random_plan, tiny_profile
 
 
@@ -92,3 +92,30 @@ def peer_killed(*, scheme: str, inner: int, victim: int) -> dict[str, Any]:
     except TransferError as error:
         return {"error": str(error), "seconds": time.monotonic() - begin}
     return {"error": "", "seconds": time.monotonic() - begin}
+
+
+def killed_in_a_step(*, when: str, victim: int) -> dict[str, Any]:
+    """A rank dies before its first message of a step, or after its last of the microbatches."""
+    world = DataWorld(timeout_s=20)
+    model = TinyModel(seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = mdcp.initialize(
+        model, optimizer, cost=tiny_profile(), world=world, strategy="packed:2", plan_ahead=0
+    )
+    loader = engine.dataloader(
+        Samples([9, 4, 30, 7, 12, 5, 9, 9], 0), global_batch_size=4, lengths="lengths"
+    )
+    begin, done = time.monotonic(), 0
+    try:
+        for step in loader:
+            if world.rank == victim and when == "before" and step.index == 1:
+                os._exit(9)
+            for mb in step:
+                mb.backward(weighted_loss_sum(model(**mb.inputs), mb.labels, mb.weights))
+            if world.rank == victim and when == "after" and step.index == 1:
+                os._exit(9)
+            step.finish()
+            done += 1
+    except TransferError as error:
+        return {"error": str(error), "done": done, "seconds": time.monotonic() - begin}
+    return {"error": "", "done": done, "seconds": time.monotonic() - begin}

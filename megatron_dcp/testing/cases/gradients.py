@@ -156,10 +156,12 @@ def wrap(model: nn.Module, wrapper: str) -> nn.Module:
     return model
 
 
+def whole(x: Tensor) -> Tensor:
+    """A tensor in full. Collective for a sharded one."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Gradients by parameter name, sharded ones in full. Collective for these."""
-
-    def whole(x: Tensor) -> Tensor:
-        return x.full_tensor() if hasattr(x, "full_tensor") else x
 
     return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}

@@ -13,6 +13,8 @@ class PlannerConfig:
 class RuntimeConfig:
     normalize: Normalize = 'token'
     max_grad_norm: float | None = None
+    float32_gradients: bool = True
+    ema_decay: float | None = None
     plan_ahead: int = 1
     measure: bool = False
     timeout_s: float | None = None

@@ -20,3 +20,6 @@ class NonFiniteLossError(MdcpError):
 
 class TransferError(MdcpError, RuntimeError):
     ...
+
+class OutOfMemoryError(MdcpError):
+    ...

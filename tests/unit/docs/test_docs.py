@@ -66,9 +66,19 @@ def test_shell_commands_parse(page):
 
 def test_every_fault_names_a_test_that_exists():
     named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", (ROOT / "docs/reliability.md").read_text())
-    assert len(named) > 8
+    assert len(named) >= 25
     for file, name in named:
         assert f"def {name}(" in (ROOT / file).read_text(), (file, name)
+
+
+def test_every_reported_fault_is_listed_and_has_its_test():
+    page = (ROOT / "docs/reliability.md").read_text()
+    source = (ROOT / "tests/distributed/test_reported_faults.py").read_text()
+    rows = re.findall(r"^\| (\d+) \| .* \| `(test_(\d\d)_\w+)` \|$", page, re.MULTILINE)
+    assert [int(number) for number, _, _ in rows] == list(range(1, 16))
+    for number, name, own in rows:
+        assert int(own) == int(number)
+        assert f"def {name}(" in source
 
 
 def test_the_readme_is_short_and_starts_with_the_two_commands():

@@ -1,0 +1,52 @@
+"""Loss scaling for float16: torch.amp.GradScaler, with one decision for all ranks.
+
+The scaled losses are summed over ranks like any other; the scale is divided out after the reduction
+and before clipping. Where gradients are sharded each rank sees only its share, so whether anything
+overflowed is agreed over the data ranks: a step is skipped by all or by none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megatron_dcp.dist import DataWorld
+from megatron_dcp.errors import ConfigError
+from megatron_dcp.runtime.backend import is_deepspeed
+
+
+def usable_scaler(scaler: Any, optimizer: Any, model: nn.Module) -> Any:
+    """The scaler, or None where none was given or it is switched off; refuses what cannot work."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    if optimizer is None:
+        raise ConfigError("scaler needs the optimizer: pass it to initialize() as well")
+    if is_deepspeed(model):
+        raise ConfigError("DeepSpeed scales losses itself: set fp16 in its config, pass no scaler")
+    low = [n for n, p in model.named_parameters() if p.dtype == torch.float16]
+    if low:
+        raise ConfigError(
+            f"scaler: parameter {low[0]} is float16; keep parameters in float32 and run the model "
+            "under torch.autocast(..., dtype=torch.float16)"
+        )
+    return scaler
+
+
+def unscale(scaler: Any, optimizer: Any, world: DataWorld) -> bool:
+    """Divide the scale out of the gradients; whether any rank's overflowed. Collective."""
+    scaler.unscale_(optimizer)
+    found: list[torch.Tensor] = list(
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    )
+    total = torch.zeros((), device=world.device)
+    for x in found:
+        local: Any = x
+        total = total + (local.full_tensor() if hasattr(local, "full_tensor") else local).to(total)
+    if world.size > 1:
+        dist.all_reduce(total, group=world.group)
+    for x in found:
+        x.fill_(float(total > 0))
+    return bool(total > 0)

@@ -1,0 +1,136 @@
+"""Low precision: bfloat16 autocast, float32 accumulation, loss scaling, unused parameters, EMA."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_dcp as mdcp
+from megatron_dcp.errors import ConfigError
+from megatron_dcp.testing.cases.gradients import Samples, random_lengths, run_step
+from megatron_dcp.testing.models import TinyModel
+from megatron_dcp.testing.plans import tiny_profile
+from megatron_dcp.testing.pool import WorkerPool
+
+CASES = "megatron_dcp.testing.cases.precision"
+
+# bfloat16 rounds to nearest with a relative error of at most u = 2^-8. Under autocast a product
+# rounds both factors and its result; a layer of the tiny model has 4 products and 4 roundings more
+# around attention (q, k, v, out): 16. Two layers and the head make 35 on the way to the loss, and
+# as many on the way back. As independent errors of either sign they add up like a random walk, to
+# at most sqrt(70) u of a gradient's norm.
+ROUNDINGS = 2 * (2 * (4 * 3 + 4) + 3)
+TOLERANCE = math.sqrt(ROUNDINGS) * 2.0**-8
+
+
+@pytest.mark.parametrize("wrapper", ["bare", "ddp", "fsdp2"])
+def test_bfloat16_autocast_gradients(pool: WorkerPool, wrapper: str) -> None:
+    """Within the derived tolerance of float64, and no plan adds to what bfloat16 itself costs."""
+    for seed in (2, 3):
+        alone = pool.run(1, f"{CASES}:autocast_case", seed=seed)[0]["errors"]
+        for r in pool.run(2, f"{CASES}:autocast_case", seed=seed, wrapper=wrapper):
+            assert r["dtypes"] == ["torch.float32"]
+            assert max(r["errors"].values()) <= TOLERANCE
+            assert max(r["errors"].values()) <= 1.5 * max(alone.values())
+            assert r["loss_error"] <= 2.0**-8
+
+
+@pytest.mark.parametrize("wrapper", ["bare", "ddp"])
+def test_bfloat16_gradients_are_accumulated_in_float32(pool: WorkerPool, wrapper: str) -> None:
+    """256 + 1 is 256 in bfloat16: 32 microbatches of it lose a tenth of this gradient."""
+    case = f"{CASES}:accumulation_case"
+    for r in pool.run(2, case, wrapper=wrapper, float32=True):
+        assert r["microbatches"] == 32
+        assert r["dtype"] == "torch.bfloat16", "what the optimizer gets"
+        assert r["gradient"] == pytest.approx([r["exact"]] * 4, rel=2.0**-8)
+    for r in pool.run(2, case, wrapper=wrapper, float32=False):
+        assert r["gradient"][0] < 0.95 * r["exact"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"wrapper": "ddp"}, {"idle_rank": True, "lockstep": "all"}]
+)
+def test_parameters_that_nobody_used_have_no_gradient(
+    pool: WorkerPool, options: dict[str, Any]
+) -> None:
+    """As in one process: weight decay leaves them alone. One that a rank used is summed."""
+    for r in pool.run(2, f"{CASES}:unused_case", **options):
+        assert r["gradients"]["never"] is None
+        assert r["gradients"]["some"] > 0
+        assert r["never"] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("wrapper", ["bare", "ddp", "fsdp2"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, wrapper: str) -> None:
+    results = pool.run(2, f"{CASES}:scaler_case", wrapper=wrapper, overflow_rank=1)
+    assert results[0]["losses"] == results[1]["losses"]
+    for r in results:
+        assert r["skipped"] == [0, 1, 0]
+        assert r["moved"] == [True, False, True]
+        assert r["scales"] == [1024.0, 512.0, 512.0]
+        assert r["rate"] == pytest.approx(0.1 / 3), "the scheduler did not step either"
+
+
+def test_scaled_steps_are_those_without_a_scaler(pool: WorkerPool) -> None:
+    """Scale 1024 is divided out before clipping: the same norms on any wrapper and any ranks."""
+    case = f"{CASES}:scaler_case"
+    alone = pool.run(1, case, wrapper="bare", overflow_rank=None)[0]
+    for wrapper in ("ddp", "fsdp2"):
+        r = pool.run(2, case, wrapper=wrapper, overflow_rank=None)[0]
+        for name in ("losses", "norms", "ema", "parameters"):
+            assert r[name] == pytest.approx(alone[name], rel=1e-5), (wrapper, name)
+
+
+def start(optimizer: bool = True, **options: Any) -> tuple[Any, Any]:
+    model = TinyModel(seed=0, dtype=torch.float32)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) if optimizer else None
+    engine = mdcp.initialize(model, sgd, cost=tiny_profile(), plan_ahead=0, **options)
+    data = Samples(random_lengths(0, 24, 20), 0)
+    return engine, engine.dataloader(data, global_batch_size=6, lengths="lengths")
+
+
+def test_the_average_follows_its_formula_and_is_lent_for_evaluation() -> None:
+    engine, loader = start(ema_decay=0.75)
+    name, p = next(engine.model.named_parameters())
+    expected = p.detach().clone()
+    for step in loader:
+        run_step(engine, step)
+        expected = 0.75 * expected + 0.25 * p.detach()
+    torch.testing.assert_close(engine.ema.average[name], expected)
+    trained = p.detach().clone()
+    with engine.ema.applied():
+        torch.testing.assert_close(p.detach(), expected)
+    assert torch.equal(p, trained)
+
+
+def test_average_and_scale_are_resumed(tmp_path: Path) -> None:
+    from megatron_dcp.runtime.checkpoint import load_checkpoint, save_checkpoint
+
+    def made() -> tuple[Any, Any]:
+        return start(ema_decay=0.75, scaler=torch.amp.GradScaler("cpu", growth_interval=2))
+
+    engine, loader = made()
+    for _ in range(2):
+        run_step(engine, next(iter(loader)))
+    save_checkpoint(engine, loader, tmp_path)
+    other, its_loader = made()
+    load_checkpoint(other, its_loader, tmp_path)
+    assert other.scaler.get_scale() == engine.scaler.get_scale() == 2 * 65536.0
+    for a, b in zip(engine.ema.average.values(), other.ema.average.values(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"scaler": torch.amp.GradScaler("cpu"), "optimizer": False}, "needs the optimizer"),
+        ({"ema_decay": 1.0}, "below 1"),
+    ],
+)
+def test_what_cannot_work_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        start(**options)
