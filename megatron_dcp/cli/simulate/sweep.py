@@ -43,9 +43,9 @@ def axes(text: str) -> list[str]:
 
 
 def _at(options: SimulateOptions, axis: str, value: float) -> SimulateOptions:
-    """The options of one point. A rank sweep keeps 4 samples per rank, and one step a point."""
+    """The options of one point. A rank sweep keeps 4 samples per rank."""
     if axis == "ranks":
-        return replace(options, ranks=int(value), batch=4 * int(value), steps=1)
+        return replace(options, ranks=int(value), batch=4 * int(value))
     if axis == "context":
         return replace(options, context=int(value))
     if axis == "network":
