@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 -m megatron_dcp profile --model gpt --out profile.json
 
 --model: `gpt` (the reference GPT of `mdcp train`), `hf:PATH` (a Transformers config: a folder or a
-config.json; weights are random), or `package.module:function`, a function without arguments that
-returns an `nn.Module` which maps (input_ids [t], position_ids [t]) to logits [t, vocab], calls
-`mdcp.attention`, and has a `config` with the usual attribute names.
+config.json; weights are random), `megatron:FILE` (JSON with the fields of Megatron's
+TransformerConfig, see adapters/megatron/profile.py), or `package.module:function`, a function
+without arguments that returns an `nn.Module` which maps (input_ids [t], position_ids [t]) to logits
+[t, vocab], calls `mdcp.attention`, and has a `config` with the usual attribute names.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ProfileOptions:
     out: Path
     """Profile file to write; points go to OUT with suffix .points.jsonl and are resumed."""
     model: str = "gpt"
-    """gpt | hf:PATH | package.module:function."""
+    """gpt | hf:PATH | megatron:FILE | package.module:function."""
     name: str = ""
     """Name of the profile; default from the model."""
     layers: str = ""
@@ -167,9 +168,13 @@ def make_subject(options: ProfileOptions, device: Any) -> Subject:
         return _gpt(options, device)
     if kind == "hf" and rest:
         return _hf(rest, options, device)
+    if kind == "megatron" and rest:
+        return _megatron(rest, options, device)
     if rest:
         return _function(options, device)
-    raise ConfigError(f"--model {options.model!r}: use gpt, hf:PATH or package.module:function")
+    raise ConfigError(
+        f"--model {options.model!r}: use gpt, hf:PATH, megatron:FILE or package.module:function"
+    )
 
 
 def _dtype(options: ProfileOptions) -> Any:
@@ -238,6 +243,13 @@ def _function(options: ProfileOptions, device: Any) -> Subject:
         raise ConfigError(f"--model {options.model!r}: the model has no attribute `config`")
     model = made.to(device=device, dtype=_dtype(options))
     return _module_subject(model, made.config, options.layers or "layers", options)
+
+
+def _megatron(path: str, options: ProfileOptions, device: Any) -> Subject:
+    # By name: `cli` and `adapters` stand side by side.
+    adapter: Any = import_module("megatron_dcp.adapters.megatron.profile")
+    made: Subject = adapter.make_subject(path, device=device, dtype=_dtype(options))
+    return made
 
 
 def _hf(path: str, options: ProfileOptions, device: Any) -> Subject:

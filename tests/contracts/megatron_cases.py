@@ -7,10 +7,12 @@ losses (token means over the step) and gradient norms, as Megatron reports them.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -206,6 +208,7 @@ def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
                 strategy=strategy,
                 memory_gb=case.get("memory_gb", 64.0),
                 oversize=case.get("oversize", "error"),
+                cost=case.get("cost", "auto"),
             ),
             megatron=MegatronConfig(**case.get("options", {})),
         )
@@ -286,3 +289,46 @@ def refused(**case: Any) -> dict[str, Any]:
         return {"error": str(error), "kind": type(error).__name__, "steps": 0}
     finally:
         ps.destroy_model_parallel()
+
+
+MEASURED = {
+    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
+    "ffn_hidden_size": 64, "gated_linear_unit": True, "activation_func": "silu",
+    "add_bias_linear": False, "normalization": "RMSNorm", "vocab_size": VOCAB,
+}  # fmt: skip
+
+
+def profile_then_train(*, folder: str) -> dict[str, Any]:
+    """`mdcp profile` of the model above on these ranks, then three steps planned by the profile."""
+    standins.install(training=False)
+    from megatron.core import parallel_state as ps
+
+    from megatron_dcp.adapters.megatron.profile import make_subject
+    from megatron_dcp.cost import dumps
+    from megatron_dcp.dist import DataWorld
+    from megatron_dcp.plan import Topology
+    from megatron_dcp.runtime.profile import check_same, profile_model
+
+    file = Path(folder) / "model.json"
+    if dist.get_rank() == 0:
+        file.write_text(json.dumps(MEASURED))
+    dist.barrier()
+    world = DataWorld()
+    try:
+        subject = make_subject(str(file), device=torch.device("cpu"), dtype=torch.float32)
+        topology = Topology(data_ranks=world.size, ranks_per_node=world.size)
+        fitted = profile_model(
+            world, subject, topology, name="megatron", max_tokens=32, repeats=1, limit_s=0.0,
+            budget_bytes=10**9,
+        )  # fmt: skip
+        check_same(world, fitted)
+        profile = Path(folder) / "profile.json"
+        if dist.get_rank() == 0:
+            profile.write_text(dumps(fitted.profile))
+        dist.barrier()
+        case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, "steps": 3, "strategy": "dcp"}
+        trained = _train({**case, "cost": str(profile)}, True)
+    finally:
+        world.close()
+        ps.destroy_model_parallel()
+    return {"errors": fitted.errors, "profile": dumps(fitted.profile), **trained}

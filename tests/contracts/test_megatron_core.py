@@ -12,11 +12,16 @@ gradients that are each rounded once per microbatch, 4 to 6 of them: 1e-2.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_dcp.adapters.megatron.profile import read_model
+from megatron_dcp.errors import ConfigError
 from megatron_dcp.testing.pool import WorkerPool
 
 pytestmark = pytest.mark.distributed
@@ -24,6 +29,12 @@ pytestmark = pytest.mark.distributed
 FP32 = (2e-6, 1e-4)
 BF16 = (5e-4, 1e-2)
 EXPERTS = {"num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.0}
+FULL = {
+    "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1,
+}  # fmt: skip
+BALANCED = {
+    **EXPERTS, "moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "seq_aux_loss",
+}  # fmt: skip
 FOUR_LAYERS = {"num_layers": 4}
 
 # name -> (ranks, case, tolerances)
@@ -38,15 +49,11 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[float, float]]] = {
     "distributed-optimizer-overlap": (4, {"distributed": True}, FP32),
     "moe-ep2": (2, {"ep": 2, "model": EXPERTS}, FP32),
     "moe-ep2-dp4": (4, {"ep": 2, "model": EXPERTS}, FP32),
+    "moe-sequence-loss": (2, {"ep": 2, "model": BALANCED}, FP32),
+    "moe-sequence-loss-recompute": (4, {"pp": 2, "model": {**BALANCED, **FULL}}, FP32),
     "recompute-full": (
         2,
-        {
-            "model": {
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            }
-        },
+        {"model": FULL},
         FP32,
     ),
     "recompute-selective": (2, {"model": {"recompute_granularity": "selective"}}, FP32),
@@ -57,11 +64,14 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[float, float]]] = {
 }
 OWN_CASES = (
     "dp2", "dp4", "tp2-dp2", "pp2-dp2", "interleaved-pp2-dp2", "cp2-dp2",
-    "distributed-optimizer-overlap", "moe-ep2", "recompute-full", "bf16",
+    "distributed-optimizer-overlap", "moe-ep2", "moe-sequence-loss", "recompute-full", "bf16",
 )  # fmt: skip
 # Variations of a case that runs anyway, and what the other version runs.
-NIGHTLY = ("pp4", "recompute-selective", "learned-positions", "packed-strategy", "moe-ep2")
-OWN_NIGHTLY = ("dp2", "tp2-dp2", "pp2-dp2", "recompute-full")
+NIGHTLY = (
+    "pp4", "recompute-selective", "learned-positions", "packed-strategy", "moe-ep2",
+    "moe-sequence-loss-recompute",
+)  # fmt: skip
+OWN_NIGHTLY = ("dp2", "tp2-dp2", "pp2-dp2", "recompute-full", "moe-ep2")
 
 
 def _marked(names: Iterable[str], nightly: tuple[str, ...]) -> list[Any]:
@@ -125,3 +135,33 @@ def test_refused_on_every_rank_before_the_first_step(
         assert text in result["error"]
         assert result["kind"] in ("AdapterError", "PlanError", "ConfigError")
         assert result["steps"] == 0
+
+
+def test_a_profile_measured_on_megatrons_own_model_plans_its_steps(
+    megatron_pool: WorkerPool, tmp_path: Path
+) -> None:
+    """`mdcp profile --model megatron:FILE`: one profile on all ranks, accepted by the run."""
+    results = megatron_pool.run(
+        2, "tests.contracts.megatron_cases:profile_then_train", folder=str(tmp_path)
+    )
+    profile = json.loads(results[0]["profile"])
+    assert results[1]["profile"] == results[0]["profile"]
+    assert profile["model"]["kv_heads"] == 2
+    assert profile["linear_us_per_token"] + profile["overhead_us"]["async"] > 0
+    assert set(results[0]["errors"]) >= {"linear", "recompute", "communication"}
+    assert len(set(results[0]["digests"])) == 3
+    assert all(math.isfinite(x) for x in results[0]["losses"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"hiden_size": 8}, "hiden_size"),
+        ({"tensor_model_parallel_size": 2}, "profiles are measured with 1"),
+    ],
+)
+def test_a_wrong_model_file_is_refused(tmp_path: Path, changes: Any, text: str) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps({"num_layers": 1, **changes}))
+    with pytest.raises(ConfigError, match=text):
+        read_model(file)
