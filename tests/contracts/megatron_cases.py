@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_dcp.adapters.megatron import standins
 from megatron_dcp.config import MegatronConfig, PlannerConfig
 from megatron_dcp.errors import MdcpError
+from tests.contracts import megatron_data
 from tests.contracts.megatron_plans import register_mix
 
 VOCAB = 96
@@ -179,6 +180,28 @@ def _mean_loss(reports: list[dict[str, Tensor]]) -> float:
     return float(total[0] / total[1])
 
 
+def _files(case: dict[str, Any]) -> Any:
+    """The case's data set on files, or None."""
+    if "data" not in case:
+        return None
+    make = {"indexed": megatron_data.indexed, "chats": megatron_data.chats}[case["data"]]
+    return make(case["folder"], case["steps"] * SAMPLES)
+
+
+def _rows(
+    case: dict[str, Any], files: Any, step: int, replica: int, count: int, planned: bool
+) -> list[Any]:
+    """Rows of a data set on files; the static run gets each sample of them by itself."""
+    first = step * SAMPLES + replica * count
+    rows = [megatron_data.collated(files[first + i]) for i in range(count)]
+    if planned:
+        return rows
+    samples = [s for row in rows for s in megatron_data.splitter(case["data"]).samples(row)]
+    of = megatron_data.sources(case["data"], files)
+    assert all(megatron_data.stays_inside(s["tokens"].tolist(), of) for s in samples)
+    return [{name: x[None] for name, x in s.items()} for s in samples]
+
+
 def _items(case: dict[str, Any], step: int, replica: int, count: int) -> list[Any]:
     """The items of one data-parallel rank; `fault` spoils those of the last one."""
     items: list[Any] = [sample(step, replica * count + i) for i in range(count)]
@@ -212,25 +235,31 @@ def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
             ),
             megatron=MegatronConfig(**case.get("options", {})),
         )
+        if "data" in case:
+            dcp.reader = megatron_data.splitter(case["data"]).samples
         schedule = dcp.wrap(schedule)
     # Without CP ranks the static run spreads the samples over all data ranks.
     with_cp = not planned
     replicas = ps.get_data_parallel_world_size(with_context_parallel=with_cp)
     replica = ps.get_data_parallel_rank(with_context_parallel=with_cp)
     count = SAMPLES // replicas
+    files = _files(case)
     losses, norms, sizes = [], [], []
     degrees: set[int] = set()
     for step in range(case["steps"]):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        items = _items(case, step, replica, count)
+        if files is None:
+            items = _items(case, step, replica, count)
+        else:
+            items = _rows(case, files, step, replica, count, planned)
         data: Any = [iter(items) for _ in chunks] if len(chunks) > 1 else iter(items)
         reports = schedule(
             forward_step_func=static_forward,
             data_iterator=data,
             model=chunks,
-            num_microbatches=count,
+            num_microbatches=len(items),
             seq_length=LONGEST,
             micro_batch_size=1,
             forward_only=False,
@@ -318,7 +347,7 @@ def profile_then_train(*, folder: str) -> dict[str, Any]:
         subject = make_subject(str(file), device=torch.device("cpu"), dtype=torch.float32)
         topology = Topology(data_ranks=world.size, ranks_per_node=world.size)
         fitted = profile_model(
-            world, subject, topology, name="megatron", max_tokens=32, repeats=1, limit_s=0.0,
+            world, subject, topology, name="megatron", max_tokens=64, repeats=1, limit_s=0.0,
             budget_bytes=10**9,
         )  # fmt: skip
         check_same(world, fitted)

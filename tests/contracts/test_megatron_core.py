@@ -137,6 +137,24 @@ def test_refused_on_every_rank_before_the_first_step(
         assert result["steps"] == 0
 
 
+@pytest.mark.parametrize("kind", ["indexed", pytest.param("chats", marks=pytest.mark.nightly)])
+def test_megatrons_own_data_sets(
+    megatron_pool: WorkerPool, own_megatron_pool: WorkerPool, tmp_path: Path, kind: str
+) -> None:
+    """.bin/.idx documents and SFT conversations: the data set's boundaries are the lengths.
+
+    The static run has each document or conversation alone, so attention across one would show.
+    """
+    pool = megatron_pool if kind == "indexed" else own_megatron_pool  # SFT: megatron.training
+    case = {"data": kind, "folder": str(tmp_path), "steps": 6}
+    for result in pool.run(2, "tests.contracts.megatron_cases:compare", **case):
+        static, planned = result["static"], result["planned"]
+        assert _difference(static["losses"], planned["losses"]) <= FP32[0]
+        assert _difference(static["norms"], planned["norms"]) <= FP32[1]
+        assert sum(static["microbatches"]) > 6 * 4  # more samples than rows
+        assert 2 in planned["all_degrees"]
+
+
 def test_a_profile_measured_on_megatrons_own_model_plans_its_steps(
     megatron_pool: WorkerPool, tmp_path: Path
 ) -> None:

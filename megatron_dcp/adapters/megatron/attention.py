@@ -5,6 +5,10 @@ that it names, and so does its core attention. The subclasses keep parameters, s
 constructor of the original; without a placement they are the original. The placement travels in
 the microbatch's PackedSeqParams, so it is an explicit argument that survives recomputation.
 
+Transformer Engine's attention runs placements of one rank as packed sequences. Those of several
+ranks run in this package's schemes: its context parallelism wants samples padded to twice the
+degree, plans cut them as they are.
+
 RoPE: Megatron derives positions from rank arithmetic over the static CP group, and wants padded
 lengths. Here the table is gathered at the explicit positions of the local tokens, and Megatron
 applies it as one sequence: any length, any degree, no patch in its RoPE.
@@ -62,6 +66,30 @@ def placement_of(packed_seq_params: Any) -> PlacementContext | None:
     return getattr(packed_seq_params, CONTEXT, None)
 
 
+def sample_params(context: PlacementContext) -> Any:
+    """PackedSeqParams that name every sample of a placement on one rank, for a trainer's own THD
+    attention; `local_cp_size` 1 switches its static CP group off."""
+    if "megatron-samples" not in context.cache:
+        from megatron.core.packed_seq_params import PackedSeqParams
+
+        lengths = torch.tensor([0, *context.lengths], dtype=torch.int32)
+        cu = torch.cumsum(lengths, 0, dtype=torch.int32).to(context.world.device)
+        context.cache["megatron-samples"] = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=cu,
+            cu_seqlens_kv=cu,
+            max_seqlen_q=context.max_seqlen,
+            max_seqlen_kv=context.max_seqlen,
+            local_cp_size=1,
+        )
+    return context.cache["megatron-samples"]
+
+
+def packs_by_itself(base: type) -> bool:
+    """Whether a core attention knows packed sequences (Transformer Engine's does)."""
+    return any(c.__name__ == "TEDotProductAttention" for c in base.__mro__)
+
+
 def _padded(x: Tensor, rows: int) -> Tensor:
     """Zero rows at the end of dim 0."""
     return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
@@ -99,6 +127,8 @@ def plan_aware_core(base: type) -> type:
     """A subclass of a core attention class that follows the placement."""
     if base.__name__.startswith("PlanAware"):
         return base
+
+    packs = packs_by_itself(base)
 
     class PlanAwareCoreAttention(base):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -141,6 +171,17 @@ def plan_aware_core(base: type) -> type:
             if attention_bias is not None:
                 raise AdapterError("plan-aware attention takes no attention_bias, found one")
             rows, held = len(query), context.rows
+            if packs and context.degree == 1:
+                own: Tensor = super().forward(
+                    query[:held],
+                    key[:held],
+                    value[:held],
+                    None,
+                    attn_mask_type=attn_mask_type,
+                    packed_seq_params=sample_params(context),
+                    **kwargs,
+                )
+                return _padded(own.reshape(held, -1), rows)
             out = attention(
                 query[:held],
                 key[:held],

@@ -205,3 +205,32 @@ def test_stand_ins_say_why_and_where_and_refuse_a_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(AdapterError, match="a GPU was found"):
         standins.install()
+
+
+def test_placements_of_one_rank_go_to_an_attention_that_packs_by_itself() -> None:
+    """Transformer Engine's needs CUDA: a class of its name records what it is given."""
+    pytest.importorskip("megatron.core")
+    from megatron_dcp.adapters.megatron.attention import packed_params, plan_aware_core
+    from megatron_dcp.dist import local_context
+
+    given: dict[str, Any] = {}
+
+    class TEDotProductAttention(torch.nn.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__()
+
+        def forward(self, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+            given.update(kwargs, rows=len(query))
+            return query.flatten(1)
+
+    config = types.SimpleNamespace(kv_channels=8, context_parallel_size=2)
+    core = plan_aware_core(TEDotProductAttention)(config)
+    context = local_context([5, 1, 3])
+    q = torch.randn(12, 2, 8)  # three rows of padding
+    out = core(q, q, q, None, packed_seq_params=packed_params(context, 12))
+    params = given["packed_seq_params"]
+    assert given["rows"] == 9
+    assert params.cu_seqlens_q.tolist() == [0, 5, 6, 9]
+    assert (params.qkv_format, params.max_seqlen_q, params.local_cp_size) == ("thd", 5, 1)
+    assert out.shape == (12, 16)
+    assert torch.equal(out[9:], torch.zeros(3, 16))
