@@ -126,6 +126,12 @@ def _typed(value: Any, kind: Any) -> bool:
     return isinstance(value, kinds)
 
 
+def _in_range(value: int, where: str) -> None:
+    """Every integer of a plan counts something, and must fit the planner's 64 bits."""
+    if not 0 <= value <= 2**62:
+        raise PlanError(f"{where}: found {value}, expected 0..2^62")
+
+
 def _checked(
     obj: Any, fields: Mapping[str, Any], where: str, optional: tuple[str, ...] = ()
 ) -> None:
@@ -141,12 +147,15 @@ def _checked(
     for key, kind in fields.items():
         if not _typed(obj[key], kind):
             raise PlanError(f"{where}.{key}: found {obj[key]!r}, of the wrong type")
+        if kind is int:
+            _in_range(obj[key], f"{where}.{key}")
 
 
 def _integers(values: list[Any], where: str) -> list[int]:
     for i, v in enumerate(values):
         if not _typed(v, int):
             raise PlanError(f"{where}[{i}]: found {v!r}, expected an integer")
+        _in_range(v, f"{where}[{i}]")
     return values
 
 

@@ -109,7 +109,7 @@ def _degree_fault(plan: StepPlan, p: Placement, heads: HeadLimits | None) -> str
         return None if u == 1 else f"scheme {p.scheme} has inner_degree 1, found {u}"
     if p.scheme == "ulysses" and u != p.degree:
         return f"scheme ulysses has inner_degree = degree, found {u}"
-    if p.degree % u or (p.scheme == "hybrid" and not 1 < u < p.degree):
+    if u < 1 or p.degree % u or (p.scheme == "hybrid" and not 1 < u < p.degree):
         return f"inner_degree {u} must divide degree {p.degree} and lie strictly between 1 and it"
     if u > t.ranks_per_node or (t.ranks_per_node % u and p.degree > t.ranks_per_node):
         return f"all-to-all over {u} ranks does not stay inside nodes of {t.ranks_per_node}"

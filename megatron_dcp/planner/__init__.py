@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from megatron_dcp.plan import StepPlan
+from megatron_dcp.cost import resolve
+from megatron_dcp.plan import StepPlan, Topology, Workload
 from megatron_dcp.planner import baselines as _baselines  # noqa: F401  (registers them)
 from megatron_dcp.planner import dcp as _dcp  # noqa: F401
 from megatron_dcp.planner.registry import (
@@ -14,7 +15,21 @@ from megatron_dcp.planner.registry import (
     strategy_names,
 )
 
-__all__ = ["Draft", "PlanRequest", "StepPlan", "make_plan", "register", "strategy_names"]
+__all__ = [
+    "Draft",
+    "PlanRequest",
+    "StepPlan",
+    "check_strategy",
+    "make_plan",
+    "register",
+    "strategy_names",
+]
+
+
+def check_strategy(strategy: str, topology: Topology) -> None:
+    """Raises ConfigError unless the strategy and its parameter can be used on these ranks."""
+    one = Workload(lengths=(1,))
+    make_plan(PlanRequest(workload=one, topology=topology, profile=resolve("a100-gpt7b")), strategy)
 
 
 def make_plan(request: PlanRequest, strategy: str = "dcp") -> StepPlan:

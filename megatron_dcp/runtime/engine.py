@@ -21,8 +21,7 @@ from megatron_dcp.dispatch import ReadOptions
 from megatron_dcp.dist import DataWorld, PlanPost
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Placement, StepPlan, Topology, lockstep_ranks
-from megatron_dcp.planner import PlanRequest, make_plan
-from megatron_dcp.planner.registry import find_strategy
+from megatron_dcp.planner import PlanRequest, check_strategy, make_plan
 from megatron_dcp.runtime.backend import Backend, touch
 from megatron_dcp.runtime.driver import make_driver
 from megatron_dcp.runtime.ema import Ema
@@ -93,7 +92,7 @@ class Engine:
             )
         self.log = EventLog(world, measure=runtime.measure)
         if plan_fn is None:
-            find_strategy(planner.strategy)
+            check_strategy(planner.strategy, self.topology)
         self.plan_fn = plan_fn or self._strategy_plan
         self.watchdog: Watchdog | None = None
         if runtime.watchdog_s is not None:

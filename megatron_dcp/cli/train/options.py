@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -109,6 +110,12 @@ class TrainOptions:
                 "--train-steps; pass it too"
             )
         check_sinks(self.metric_sinks)
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr is {self.lr}; use a number above 0")
+        if not self.watchdog_s > 0:
+            raise ConfigError(f"--watchdog-s is {self.watchdog_s}; use a number above 0")
+        if self.seed < 0 or (self.memory_tokens or 0) < 0:
+            raise ConfigError("--seed and --memory-tokens must be at least 0")
         if self.link_mbytes_per_s is not None and self.scale_model != "none":
             raise ConfigError("--link-mbytes-per-s and --scale-model both set the link; pass one")
         if self.link_mbytes_per_s is not None and self.link_mbytes_per_s <= 0:
@@ -126,6 +133,10 @@ class TrainOptions:
     def measured(self) -> bool:
         """Whether a long run measures its steps."""
         return bool(self.metrics) or self.refit
+
+    def strategies_on(self, ranks: int) -> list[str]:
+        """What can run there: a single rank leaves packed:2 out."""
+        return [s for s in self.strategy_names if ranks > 1 or s != "packed:2"]
 
     @property
     def budget_tokens(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import tyro
 
+from megatron_dcp.cli.outputs import check_folder
 from megatron_dcp.cli.train.compare import gpt_stack, native_contender
 from megatron_dcp.cli.train.interleave import Repeats, interleave
 from megatron_dcp.cli.train.long import train_long
@@ -20,7 +22,8 @@ from megatron_dcp.cli.train.virtual import Cluster, run_pack, scale_links, virtu
 from megatron_dcp.data.stdlib import TextCorpus, stdlib_corpus
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.observe.summary import RunSummary, table_lines
-from megatron_dcp.planner.registry import find_strategy
+from megatron_dcp.plan import Topology
+from megatron_dcp.planner import check_strategy
 from megatron_dcp.runtime.recompute import wrap_layers
 
 # (ranks, ranks per node) of the virtual clusters. The longest sample (8192 tokens) needs 8 ranks of
@@ -31,8 +34,11 @@ VIRTUAL_MEMORY_TOKENS = 1024
 
 def main(argv: list[str]) -> int:
     options = tyro.cli(TrainOptions, args=argv, prog="mdcp train")
-    for strategy in options.strategy_names:
-        find_strategy(strategy)
+    check_folder(options.out)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    topology = Topology(data_ranks=ranks, ranks_per_node=options.ranks_per_node or ranks)
+    for strategy in options.strategies_on(ranks):
+        check_strategy(strategy, topology)
     with data_ranks():
         return _Trainer(options).run()
 
@@ -84,8 +90,7 @@ class _Trainer:
         return 0
 
     def _strategies(self) -> list[str]:
-        names = self.options.strategy_names
-        return [s for s in names if self.stack.size > 1 or s != "packed:2"]
+        return self.options.strategies_on(self.stack.size)
 
     def _compare(self, options: TrainOptions, out: Path) -> RunSummary:
         linked = self.stack.linked(

@@ -101,6 +101,10 @@ def test_an_unknown_key_is_refused_outside_info(where):
         (("lengths", 1), "900"),
         (("topology", "data_ranks"), True),
         (("placements", 0, "samples", 0), 1.0),
+        (("lower_bound_us",), -1),
+        (("placements", 0, "bytes"), -1),
+        (("placements", 0, "degree"), 10**30),
+        (("lengths", 1), 2**63),
     ],
 )
 def test_only_integers_of_the_right_type_are_read(path, value):

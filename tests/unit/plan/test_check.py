@@ -91,6 +91,7 @@ def test_fits_memory():
         (0, 4, "ulysses", 2),
         (0, 8, "hybrid", 8),
         (0, 8, "hybrid", 1),
+        (0, 8, "hybrid", 0),
         (0, 4, "ring", 4),
         (6, 4, "ring", 1),  # runs past the last rank
         (0, 4, "magic", 1),

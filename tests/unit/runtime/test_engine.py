@@ -293,7 +293,8 @@ def test_a_step_that_was_broken_off_leaves_nothing_in_the_next(fault: str) -> No
 @pytest.mark.parametrize(
     "option",
     [
-        {"strategy": "fastest"}, {"recompute": "on"}, {"oversize": "keep"}, {"normalize": "batch"},
+        {"strategy": "fastest"}, {"strategy": "packed:0"}, {"recompute": "on"},
+        {"oversize": "keep"}, {"normalize": "batch"},
         {"memory": float("nan")}, {"max_grad_norm": -1.0}, {"max_grad_norm": float("nan")},
         {"plan_ahead": -1}, {"timeout_s": 0}, {"cost": 5},
     ],

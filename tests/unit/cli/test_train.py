@@ -1,0 +1,28 @@
+"""`mdcp train`: what is refused before the corpus is read and the machine measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_dcp.cli.main import main
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--strategies", "packed:x"], "packed:x"),
+        (["--strategies", "static:2"], "static:2"),
+        (["--ranks-per-node", "3"], "ranks_per_node 3"),
+        (["--lr", "nan"], "--lr is nan"),
+        (["--memory-tokens", "-1"], "--memory-tokens"),
+        (["--watchdog-s", "0"], "--watchdog-s is 0"),
+        (["--out", __file__], "is not a folder"),
+    ],
+)
+def test_bad_usage_is_refused_at_once(
+    args: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *args]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert "definitions" not in captured.err
