@@ -14,9 +14,9 @@ from megatron_dcp.errors import ConfigError
 
 
 def torchrun_command(ranks: int, arguments: list[str]) -> list[str]:
-    """`mdcp launch ARGUMENTS` on so many ranks of this machine."""
+    """`mdcp launch ARGUMENTS` on so many ranks of this machine; again when out of memory."""
     return [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+        sys.executable, "-m", "megatron_dcp.cli.elastic", "--standalone", "--nproc-per-node",
         str(ranks), "-m", "megatron_dcp", "launch", *arguments,
     ]  # fmt: skip
 
