@@ -88,6 +88,27 @@ def test_a_block_with_fewer_tokens_than_ranks(pool: WorkerPool, scheme: str) -> 
     assert 0 in [r["tokens"] for r in results]
 
 
+# Once per scheme on a degree that is no power of two and more than one node of eight.
+WIDE = [
+    (12, "ring", 1, "causal"),
+    (12, "allgather", 1, "window"),
+    (12, "hybrid", 4, "causal"),
+    (12, "ulysses", 12, "full"),
+]
+
+
+@pytest.mark.parametrize(("degree", "scheme", "inner", "mask"), WIDE)
+def test_degrees_above_eight(
+    pool: WorkerPool, degree: int, scheme: str, inner: int, mask: str
+) -> None:
+    results = pool.run(
+        degree, CASE, lengths=LENGTHS, scheme=scheme, inner=inner, heads=24, **MASKS[mask]
+    )
+    error, where = worst(results)
+    assert error <= TOLERANCE, where
+    assert sum(r["tokens"] for r in results) == sum(LENGTHS)
+
+
 @settings(
     max_examples=12,
     deadline=None,
