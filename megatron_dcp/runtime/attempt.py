@@ -63,7 +63,7 @@ def run_step(step: Step, loss_fn: LossFn) -> float:
                 raise
             report = attempt.report(error)
             if not attempt.may_leave:
-                end_out_of_memory(step.engine, report, error)
+                end_out_of_memory(step, report, error)
         finally:
             step.attempt = None
             attempt.close()
@@ -112,10 +112,14 @@ def _next_budget(step: Step, reports: list[oom.OomReport]) -> int | None:
     return oom.smaller_budget(reports, step.plan.budget_bytes, engine.profile.static_bytes, leanest)
 
 
-def end_out_of_memory(engine: Engine, report: oom.OomReport, error: BaseException) -> None:
+def end_out_of_memory(step: Step, report: oom.OomReport, error: BaseException) -> None:
     """End this rank with the numbers; the others' watchdogs end them. Never returns."""
-    smaller = oom.smaller_budget([report], report.budget_bytes, engine.profile.static_bytes, 0)
-    budget = report.budget_bytes if smaller is None else smaller
+    engine, budget = step.engine, _next_budget(step, [report])
+    if budget is None:
+        text = f"{report.text()}. No smaller budget can hold the longest sample of the step"
+        if engine.watchdog is not None:
+            engine.watchdog.end_others(text)
+        raise OutOfMemoryError(text) from error
     text = (
         f"{report.text()}. Other ranks may already wait for it in this step, so it cannot be "
         f"planned again: start from the last checkpoint with memory={budget / 1e9:.6g} (GB per "

@@ -111,11 +111,11 @@ def test_out_of_memory_leaves_a_smaller_budget_for_the_next_start(
     """All ranks fail with the numbers; the next start plans with nine tenths of what failed."""
     full = ["--mdcp-forward-step", "tests.contracts.megatron_training_cases:out_of_memory"]
     files = {"oom_file": str(tmp_path / "oom.json")}
-    for r in run(own_megatron_pool, 2, arguments(*MIX, *full, train_iters="2"), **files):
+    for r in run(own_megatron_pool, 2, arguments("--mdcp", *full, train_iters="2"), **files):
         assert r["error"].startswith("OutOfMemoryError: rank")
         assert "The plan expected" in r["error"]
     left = json.loads((tmp_path / "oom.json").read_text())["budget_bytes"]
-    again = run(own_megatron_pool, 2, arguments(*MIX, train_iters="2"), **files)
+    again = run(own_megatron_pool, 2, arguments("--mdcp", train_iters="2"), **files)
     assert [r["budget"] for r in again] == [left, left]
     assert len(again[0]["losses"]) == 2
 

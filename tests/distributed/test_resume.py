@@ -107,6 +107,7 @@ def test_every_damage_to_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)
 def test_every_damage_to_a_checkpoint_is_refused_by_name_10000(tmp_path: Path) -> None:
     damage_many(tmp_path, 10_000)
 

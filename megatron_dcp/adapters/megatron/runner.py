@@ -34,7 +34,7 @@ from megatron_dcp.adapters.megatron.recompute import Recompute
 from megatron_dcp.adapters.megatron.samples import Splitter
 from megatron_dcp.adapters.megatron.slots import rank_slots
 from megatron_dcp.config import MegatronConfig, PlannerConfig
-from megatron_dcp.cost import CostProfile
+from megatron_dcp.cost import CostModel, CostProfile
 from megatron_dcp.dispatch.exchange import exchange
 from megatron_dcp.dist import agree
 from megatron_dcp.errors import AdapterError, OutOfMemoryError
@@ -48,6 +48,7 @@ from megatron_dcp.runtime.oom import (
     smaller_budget,
     write_budget,
 )
+from megatron_dcp.runtime.oversize import most_bytes_needed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,7 +166,12 @@ class MegatronDcp:
         plan = self.last_plan
         everything = range(len(plan.lengths))
         report = make_report(self._domain.world, plan, self._placement, everything, error)
-        budget = smaller_budget([report], plan.budget_bytes, self._profile.static_bytes, 0)
+        cost = CostModel(self._profile, self._domain.topology, plan.lockstep)
+        leanest = most_bytes_needed(
+            cost, max(plan.lengths), recompute=self.planner.recompute == "auto"
+        )
+        static = self._profile.static_bytes
+        budget = smaller_budget([report], plan.budget_bytes, static, leanest)
         text = (
             f"{report.text()}. Start from the last checkpoint with --mdcp-memory-gb "
             f"{(budget or plan.budget_bytes) / 1e9:.6g} or less; "
