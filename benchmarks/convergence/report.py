@@ -208,9 +208,10 @@ def draw_weights(runs: Runs, tasks: Sequence[str], path: Path) -> None:
         bottom.set_ylabel("difference to exact")
     grid[0, -1].legend(fontsize=7)
     figure.suptitle(
-        "Not what this project does: loss weights that depend on the schedule, as in the original "
-        "DCP (--schedule-weights of this benchmark only)", size=10,
-    )  # fmt: skip
+        "Not what this project does:\nthe original's loss weights, which depend on the schedule\n"
+        "(--schedule-weights of this benchmark only)",
+        size=9,
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=80)
 
