@@ -12,7 +12,9 @@ namespace {
 
 constexpr i64 kEffort = 40000;     // samples + ranks over all layouts of one tuning
 constexpr i64 kSteps = 60000;      // the same over all layouts of widen()
-constexpr i64 kSmallBatch = 2048;  // samples up to which the portfolio is whole
+constexpr i64 kSmallBatch = 2048;  // samples up to which the portfolio is whole from the start
+constexpr i64 kFar = 20;           // larger ones get it where a 20th above the bound
+constexpr int kLargeRounds = 3;    // layouts of one tuning before that
 
 }  // namespace
 
@@ -56,7 +58,7 @@ void Search::tune(Candidate c, i64 low, int rounds, Layout* best, Candidate* cho
   for (int k = 0; k < rounds; ++k) {
     layout(c, &trial);
     if (promising(trial, *best)) improve(&trial);
-    const i64 mean = std::max(low, trial.mean);
+    const i64 mean = c.patient ? low : std::max(low, trial.mean);
     if (trial.end <= c.target + c.target / 2000) {
       high = std::min(high, c.target);
       reached = true;
@@ -74,7 +76,7 @@ void Search::tune(Candidate c, i64 low, int rounds, Layout* best, Candidate* cho
       next = low + step;
       step *= 2;
     }
-    if (next <= low || next >= high) next = low + (high - low) / 2;
+    if (c.patient || next <= low || next >= high) next = low + (high - low) / 2;
     c.target = next;
   }
 }
@@ -104,26 +106,35 @@ Plan Search::plan(const Bound& bound) const {
   const i64 samples = i64(q_.samples.size()), size = samples + q_.ranks;
   const i64 goal = bound.area + bound.area / 100, near = bound.area + bound.area / 500;
   const bool small = samples <= kSmallBatch;
-  const int rounds = small ? int(std::clamp<i64>(kEffort / size, 6, 16)) : 3;
+  bool whole = small;
   // A rank opens a pack at least; the bound counts it only by its share of memory.
   i64 tokens = 0;
   for (const Pack& s : q_.samples) tokens += s.tokens;
   const i64 start = tokens / q_.ranks < cap1_ ? std::max(near, bound.area + open1_) : near;
-  for (const int theta : {1000, 500, 340}) {
-    for (const bool fill : {true, false}) {
-      const bool more = theta < 1000 || !fill;
-      if (more && (best.end <= goal || !small)) continue;
-      for (const Family family : {Family::powers, Family::free}) {
-        if (best.end <= bound.area + bound.area / 400) break;
-        Candidate c{start, theta, family, fill, nullptr};
-        if (!small && family == Family::free) c.target = std::max(near, best.end - best.end / 400);
-        tune(c, bound.area, rounds, &best, &chosen);
+  const auto portfolio = [&] {
+    const int rounds = whole ? int(std::clamp<i64>(kEffort / size, 6, 16)) : kLargeRounds;
+    for (const int theta : {1000, 500, 340}) {
+      for (const bool fill : {true, false}) {
+        const bool more = theta < 1000 || !fill;
+        if (more && (best.end <= goal || !whole)) continue;
+        for (const Family family : {Family::powers, Family::free}) {
+          if (best.end <= bound.area + bound.area / 400) break;
+          Candidate c{start, theta, family, fill, nullptr, whole && !small};
+          if (!whole && family == Family::free)
+            c.target = std::max(near, best.end - best.end / 400);
+          tune(c, bound.area, rounds, &best, &chosen);
+        }
       }
     }
+  };
+  portfolio();
+  if (!whole && best.end > bound.area + bound.area / kFar) {
+    whole = true;
+    portfolio();
   }
   improve(&best);
   Layout other;
-  if (samples <= 4 * q_.ranks && small && best.end > goal) {
+  if (samples <= 4 * q_.ranks && whole && best.end > goal) {
     other = best;
     widen(chosen, int(kSteps / size), &other);
   }

@@ -16,6 +16,9 @@ struct Candidate {
   Family family = Family::powers;
   bool fill = false;  // close gaps of wide windows with short samples at the window's degree
   const std::vector<int>* forced = nullptr;  // per sample: its degree, 0: chosen here
+  // Halve the range of targets: where one sample decides the step, the mean load of a low target,
+  // which makes it needlessly wide, says nothing of higher ones.
+  bool patient = false;
 };
 
 // Where each sample of a candidate runs, and when each rank would end (estimate).

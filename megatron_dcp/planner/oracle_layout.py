@@ -34,6 +34,7 @@ class Candidate:
     free: bool
     fill: bool
     forced: dict[int, int] = field(default_factory=dict)  # sample -> its degree
+    patient: bool = False
 
 
 @dataclass(slots=True)

@@ -14,6 +14,8 @@ from megatron_dcp.planner.oracle_layout import Block, Candidate, Layout, Layouts
 EFFORT = 40000
 STEPS = 60000
 SMALL_BATCH = 2048
+FAR = 20
+LARGE_ROUNDS = 3
 PARTNERS = 24
 NEVER = 2**63 - 1
 
@@ -151,7 +153,7 @@ class Search(Layouts):
             trial = self.layout(c)
             if self.promising(trial, best):
                 self.improve(trial)
-            mean = max(low, trial.mean)
+            mean = low if c.patient else max(low, trial.mean)
             if trial.end <= c.target + c.target // 2000:
                 high, reached = min(high, c.target), True
             else:
@@ -165,7 +167,7 @@ class Search(Layouts):
             if not reached and following < low + step:
                 following = low + step
                 step *= 2
-            if following <= low or following >= high:
+            if c.patient or following <= low or following >= high:
                 following = low + (high - low) // 2
             c = replace(c, target=following)
         return best, chosen
@@ -183,29 +185,41 @@ class Search(Layouts):
         name = "free" if chosen.free else "powers"
         return blocks, f"{name}{'-fill' if chosen.fill else ''}-{chosen.theta}"
 
+    def portfolio(
+        self, start: int, near: int, area: int, whole: bool, best: Layout, chosen: Candidate
+    ) -> tuple[Layout, Candidate]:
+        """The best of all candidates, or of those that large batches begin with."""
+        effort = EFFORT // (len(self.order) + self.n)
+        rounds = min(max(effort, 6), 16) if whole else LARGE_ROUNDS
+        patient = whole and len(self.order) > SMALL_BATCH
+        for theta in (1000, 500, 340):
+            for fill in (True, False):
+                more = theta < 1000 or not fill
+                if more and (best.end <= area + area // 100 or not whole):
+                    continue
+                for free in (False, True):
+                    if best.end <= area + area // 400:
+                        break
+                    c = Candidate(start, theta, free, fill, patient=patient)
+                    if not whole and free:
+                        c = replace(c, target=max(near, best.end - best.end // 400))
+                    best, chosen = self.tune(c, area, rounds, best, chosen)
+        return best, chosen
+
     def layouts(self, area: int) -> tuple[Candidate, list[Layout]]:
         """The best layout, and the one that other degrees made of it where that ends earlier."""
         best, chosen = Layout(end=NEVER), Candidate(0, 1000, False, False)
         samples = len(self.order)
         goal, near = area + area // 100, area + area // 500
-        small = samples <= SMALL_BATCH
-        rounds = min(max(EFFORT // (samples + self.n), 6), 16) if small else 3
         tokens = sum(s.tokens for s in self.table.samples)
         start = max(near, area + self.open1) if tokens // self.n < self.cap1 else near
-        for theta in (1000, 500, 340):
-            for fill in (True, False):
-                more = theta < 1000 or not fill
-                if more and (best.end <= goal or not small):
-                    continue
-                for free in (False, True):
-                    if best.end <= area + area // 400:
-                        break
-                    c = Candidate(start, theta, free, fill)
-                    if not small and free:
-                        c = replace(c, target=max(near, best.end - best.end // 400))
-                    best, chosen = self.tune(c, area, rounds, best, chosen)
+        whole = samples <= SMALL_BATCH
+        best, chosen = self.portfolio(start, near, area, whole, best, chosen)
+        if not whole and best.end > area + area // FAR:
+            whole = True
+            best, chosen = self.portfolio(start, near, area, whole, best, chosen)
         self.improve(best)
-        if samples <= 4 * self.n and small and best.end > goal:
+        if samples <= 4 * self.n and whole and best.end > goal:
             other = self.widen(chosen, STEPS // (samples + self.n), best)
             if other.end < best.end:
                 return chosen, [best, other]

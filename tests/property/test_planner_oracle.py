@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_dcp.cost import resolve
 from megatron_dcp.cost.derive import profile
+from megatron_dcp.data.generators import generate
 from megatron_dcp.errors import PlanError
 from megatron_dcp.plan import StepPlan, Topology, Workload, canonical_bytes, diff
 from megatron_dcp.planner import PlanRequest, make_plan
@@ -130,3 +131,24 @@ def test_headline_lengths() -> None:
     request = request_of([int(x) for x in path.read_text().split()], 64, 8)
     plan = same_bytes(request)
     assert plan.makespan_us <= 1_600_000
+
+
+def long_tailed(samples: int, ranks: int, seed: int) -> PlanRequest:
+    """Documents up to 2M tokens, one of which decides the step."""
+    topology = Topology(data_ranks=ranks, ranks_per_node=8)
+    drawn = generate("byted-like", samples, seed).lengths
+    return PlanRequest(
+        workload=Workload(lengths=tuple(int(n) for n in drawn)),
+        topology=topology,
+        profile=profile("h100", "gpt-7b", topology),
+    )
+
+
+def test_a_large_batch_far_from_its_bound_gets_the_whole_portfolio() -> None:
+    same_bytes(long_tailed(2049, 256, 29))
+
+
+def test_a_sample_that_outweighs_the_others_gets_no_more_ranks_than_help() -> None:
+    """One target a little above the bound needs 512 ranks for the longest sample, not 976."""
+    plan = make_plan(long_tailed(4096, 1024, 2))
+    assert plan.makespan_us <= 1.06 * plan.lower_bound_us
