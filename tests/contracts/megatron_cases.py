@@ -254,12 +254,14 @@ def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
             items = _items(case, step, replica, count)
         else:
             items = _rows(case, files, step, replica, count, planned)
+        # A row of a file may hold several samples, each a microbatch of the static run.
+        microbatches = count if files is None else len(items)
         data: Any = [iter(items) for _ in chunks] if len(chunks) > 1 else iter(items)
         reports = schedule(
             forward_step_func=static_forward,
             data_iterator=data,
             model=chunks,
-            num_microbatches=len(items),
+            num_microbatches=microbatches,
             seq_length=LONGEST,
             micro_batch_size=1,
             forward_only=False,
