@@ -105,7 +105,7 @@ class EndToEndOptions:
                 )
         if self.ranks == 1 and self.setting_names:
             raise ConfigError("--ranks 1 measures no training; pass --settings '' or more ranks")
-        if self.trainer != "native" and self.clusters:
+        if self.clusters and not self.native:
             raise ConfigError(
                 "virtual ranks run the native trainer alone; leave out --virtual-ranks"
             )
