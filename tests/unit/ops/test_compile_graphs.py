@@ -7,6 +7,7 @@ single token, so one and many are the shape classes.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -49,9 +50,12 @@ def test_static_shapes_would_compile_for_every_pack() -> None:
     counter = CompileCounter()
     model = TinyModel(layers=1)
     model.layers[0].compile(backend=counter, dynamic=False)
+    counts = []
     for n in range(3, 8):
         run(model, [n])
-    assert counter.frame_count == GRAPHS_PER_LAYER * 5
+        counts.append(counter.frame_count)
+    assert counts[0] > 0
+    assert all(b > a for a, b in itertools.pairwise(counts)), counts
 
 
 def run(model: TinyModel, lengths: list[int]) -> None:

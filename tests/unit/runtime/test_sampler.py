@@ -46,7 +46,7 @@ def test_a_state_of_another_sampler_is_refused() -> None:
     ("config", "message"),
     [
         ({"size": 5, "batch": 6}, "larger than the data set"),
-        ({"size": 5, "batch": 0}, "at least 1"),
+        ({"size": 5, "batch": 0}, ">= 1"),
         ({"size": 5, "batch": 2, "remainder": "pad"}, "remainder"),
     ],
 )
