@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_dcp.cli.outputs import check_file, write_whole
@@ -92,15 +93,7 @@ def _fitted(request: PlanRequest, oversize: str) -> PlanRequest:
             lengths=tuple(lengths[i] for i in keep),
             shapes=None if shapes is None else tuple(shapes[i] for i in keep),
         )
-    return PlanRequest(
-        workload=workload,
-        topology=request.topology,
-        profile=request.profile,
-        lockstep=request.lockstep,
-        budget_bytes=request.budget_bytes,
-        recompute=request.recompute,
-        step=request.step,
-    )
+    return replace(request, workload=workload)
 
 
 def request_of(args: argparse.Namespace) -> PlanRequest:
