@@ -80,8 +80,9 @@ class TrainerJob:
 
 def contender(name: str, model: Any, job: TrainerJob) -> TrainerTurns:
     """A Trainer of its own for a model, one step at a time."""
+    folder = tempfile.TemporaryDirectory(prefix="mdcp-bench-")  # a Trainer insists on one
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(prefix="mdcp-bench-"),
+        output_dir=folder.name,
         per_device_train_batch_size=job.global_batch // job.ranks, num_train_epochs=1,
         learning_rate=job.lr, lr_scheduler_type="constant", optim="adamw_torch", weight_decay=0.1,
         max_grad_norm=0.0, logging_strategy="no", save_strategy="no", report_to="none",
@@ -93,4 +94,4 @@ def contender(name: str, model: Any, job: TrainerJob) -> TrainerTurns:
         model=model, args=arguments, train_dataset=job.data, data_collator=collate,
         mdcp=job.options, bytes_per_s=job.bytes_per_s,
     )  # fmt: skip
-    return TrainerTurns(name, trainer)
+    return TrainerTurns(name, trainer, folder)

@@ -8,6 +8,7 @@ any time: the current placement belongs to the process.
 from __future__ import annotations
 
 import queue
+import tempfile
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -42,10 +43,15 @@ class _Stopped(Exception):
 
 
 class TrainerTurns(TrainerCallback):  # type: ignore[misc]
-    """A contender: `run_step` lets the trainer do one optimizer step and returns what it was."""
+    """A contender: `run_step` lets the trainer do one optimizer step and returns what it was.
 
-    def __init__(self, name: str, trainer: SteppedTrainer) -> None:
-        self.name, self.trainer = name, trainer
+    folder: the trainer's output folder, removed by `close`.
+    """
+
+    def __init__(
+        self, name: str, trainer: SteppedTrainer, folder: tempfile.TemporaryDirectory[str]
+    ) -> None:
+        self.name, self.trainer, self._folder = name, trainer, folder
         self._go: queue.Queue[bool] = queue.Queue()
         self._done: queue.Queue[StepRun | BaseException] = queue.Queue()
         self._thread = threading.Thread(target=self._train, name=f"train {name}", daemon=True)
@@ -67,6 +73,7 @@ class TrainerTurns(TrainerCallback):  # type: ignore[misc]
             self._thread.join(timeout=60)
         if self.trainer.mdcp_engine is not None:
             self.trainer.mdcp_engine.close()
+        self._folder.cleanup()
 
     def _train(self) -> None:
         try:

@@ -61,12 +61,13 @@ class Megatron:
     def contender(self, strategy: str, job: Job) -> Contender:
         if strategy.endswith(EVERYBODY) or timed_by_clock(strategy):
             raise ConfigError(f"--trainer megatron cannot run strategy {strategy!r}")
-        cost = Path(tempfile.mkdtemp(prefix="mdcp-bench-")) / "cost.json"
-        cost.write_text(dumps(job.linked.profile))
-        made: Contender = self._small.SmallMegatron(
-            strategy, self._model(), job.corpus, cost=str(cost), global_batch=job.global_batch,
-            seed=job.seed, lr=job.lr, bytes_per_s=job.linked.bytes_per_s,
-        )  # fmt: skip
+        with tempfile.TemporaryDirectory(prefix="mdcp-bench-") as folder:  # read when it is made
+            cost = Path(folder) / "cost.json"
+            cost.write_text(dumps(job.linked.profile))
+            made: Contender = self._small.SmallMegatron(
+                strategy, self._model(), job.corpus, cost=str(cost), global_batch=job.global_batch,
+                seed=job.seed, lr=job.lr, bytes_per_s=job.linked.bytes_per_s,
+            )  # fmt: skip
         return made
 
 
