@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.contracts.megatron_env import own_python
+
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ("slurmctld", "slurmd", "sbatch", "munged")
+TOOLS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
 MISSING = [t for t in TOOLS if shutil.which(t) is None]
 STEPS = 20
 
@@ -155,3 +157,23 @@ def test_a_run_that_fails_is_not_requeued(slurm, cost, tmp_path):
     assert found["JobState"] == "FAILED"
     assert found["Restarts"] == "0"
     assert "no-such-profile.json" in Path(f"{out}.log").read_text()
+
+
+def test_srun_starts_the_ranks_of_a_megatron_script(slurm):
+    """`srun mdcp launch SCRIPT --mdcp`: ranks and rendezvous from Slurm's variables alone."""
+    example = ROOT / "examples" / "megatron_gpt"
+    done = subprocess.run(
+        [
+            "srun", "--nodes=2", "--ntasks-per-node=1", "--label", f"--chdir={ROOT}",
+            own_python(), "-m", "megatron_dcp", "launch", "--allow-cpu",
+            str(example / "pretrain.py"), "--mdcp", *(example / "tiny.args").read_text().split(),
+            "--train-iters", "2",
+        ],
+        env={**slurm, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    text = done.stdout + done.stderr
+    assert done.returncode == 0, text[-6000:]
+    last = [x for x in text.splitlines() if "iteration        2/" in x]
+    assert len(last) == 1, text[-6000:]
+    assert last[0].startswith("1: "), "Megatron logs on the last rank, the task on the second node"

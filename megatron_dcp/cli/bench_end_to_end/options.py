@@ -81,7 +81,8 @@ class EndToEndOptions:
     """Folder of the run directories and bench.json."""
 
     quick: bool = False
-    """A small version of everything asked: short samples, few repeats (under a minute)."""
+    """A small version of everything asked: short samples, few repeats. Of all sets and settings: about
+    3 minutes."""
 
     bars: bool = False
     """Exit with 1 when a bar is missed."""
