@@ -79,6 +79,7 @@ def profile(options: ProfileOptions) -> int:
     from megatron_dcp.cost import dumps
     from megatron_dcp.dist import DataWorld
     from megatron_dcp.plan import Topology
+    from megatron_dcp.runtime.memory import keep_memory
     from megatron_dcp.runtime.profile import check_same, profile_model
 
     device = _device(options.device)
@@ -86,6 +87,7 @@ def profile(options: ProfileOptions) -> int:
     if several and not dist.is_initialized():
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if device.type == "cpu":
+        keep_memory()
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     world = DataWorld(device=device)
     points = options.out.with_suffix(".points.jsonl")

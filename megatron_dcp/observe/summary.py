@@ -15,7 +15,7 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ class StepRecord:
 
     recompute: share of rank-time that the simulator gives to recomputation. planner_ms: making the
     plan. exposed_ms: what is left of it when it is made while the step before runs. peak_bytes:
-    rise of the resident set in the step, largest rank.
+    rise of the resident set in a step, largest rank.
     """
 
     repeat: int
@@ -79,6 +79,11 @@ class RunSummary:
 
     def add(self, strategy: str, record: StepRecord) -> None:
         self.records.setdefault(strategy, []).append(record)
+
+    def peak(self, strategy: str, peak_bytes: int | None) -> None:
+        """What a step of its own found, beside the timed ones."""
+        last = self.records[strategy][-1]
+        self.records[strategy][-1] = replace(last, peak_bytes=peak_bytes)
 
     def to_object(self) -> dict[str, Any]:
         names = [n for n in self.records if n not in self.failed]

@@ -81,7 +81,7 @@ class EndToEndOptions:
     """Folder of the run directories and bench.json."""
 
     quick: bool = False
-    """A small version of everything asked: short samples, few repeats. Of all sets and settings: about
+    """A small version of everything asked: short samples, few repeats. All of it takes about
     3 minutes."""
 
     bars: bool = False

@@ -31,7 +31,8 @@ from megatron_dcp.sim import replay
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeats:
     """repeats: rounds over all contenders. steps: of each in a round. memory: measure the peak of
-    each step (gives free heap back before it). draw: whose last step is drawn; None: everybody's.
+    one more step of each, which is not timed: free heap is given back before it, so its pages
+    fault again. draw: whose last step is drawn; None: everybody's.
     """
 
     repeats: int
@@ -65,25 +66,28 @@ def interleave(
             for _ in range(repeats.steps if repeat >= 0 else 1):
                 if name in summary.failed:
                     continue
-                peak = PeakMemory(world.device) if repeats.memory else None
                 try:
                     run = contender.run_step()
                 except MdcpError as error:
                     summary.failed[name] = str(error)
                     say(f"{name}: {error}")
                     continue
-                everyone, peaks = _gather(world, run, peak)
+                everyone = _gather(world, run)
                 if repeat < 0:
                     tails[name] = _tail_us(everyone)
                     continue
                 writer.write(run.events, strategy=name)
-                summary.add(name, _record(repeat, run, everyone, tails[name], profile, peaks))
+                summary.add(name, _record(repeat, run, everyone, tails[name], profile))
                 if world.rank == 0:
                     write_plan(out, run.plan)
                     if repeats.draw is None or name in repeats.draw:
                         drawn[name] = (run.plan, everyone)
             if repeat >= 0:
                 say(f"repeat {repeat + 1}/{repeats.repeats}: {name}")
+    if repeats.memory:
+        for contender in contenders:
+            if contender.name not in summary.failed:
+                summary.peak(contender.name, _peak(world, contender))
     writer.close()
     if world.rank == 0:
         summary.write(out)
@@ -94,14 +98,18 @@ def interleave(
     return summary
 
 
-def _gather(
-    world: DataWorld, run: StepRun, peak: PeakMemory | None
-) -> tuple[list[dict[str, Any]], list[int]]:
-    """Events of all ranks and their peaks (those that could be measured), on every rank."""
-    mine = {"events": run.events, "peak": None if peak is None else peak.peak_bytes()}
-    told = [json.loads(b) for b in gather_bytes(world, json.dumps(mine).encode())]
-    events = [e for one in told for e in one["events"]]
-    return events, [one["peak"] for one in told if one["peak"] is not None]
+def _gather(world: DataWorld, run: StepRun) -> list[dict[str, Any]]:
+    """Events of all ranks, on every rank."""
+    return [e for b in gather_bytes(world, json.dumps(run.events).encode()) for e in json.loads(b)]
+
+
+def _peak(world: DataWorld, contender: Contender) -> int | None:
+    """Largest rise of a rank's memory within a step, bytes; None: it cannot be told."""
+    before = PeakMemory(world.device)
+    contender.run_step()
+    mine = json.dumps(before.peak_bytes()).encode()
+    return max((p for b in gather_bytes(world, mine) if (p := json.loads(b)) is not None),
+               default=None)  # fmt: skip
 
 
 def _tail_us(events: Sequence[Mapping[str, Any]]) -> float:
@@ -119,7 +127,6 @@ def _record(
     events: Sequence[Mapping[str, Any]],
     tail_us: float,
     profile: CostProfile,
-    peaks: Sequence[int],
 ) -> StepRecord:
     (shares,) = step_shares(events).values()
     replayed = replay(run.plan, profile)
@@ -130,7 +137,6 @@ def _record(
         recompute=replayed.share("recompute"),
         planner_ms=run.planner_ms,
         exposed_ms=max(0.0, run.planner_ms - shares.step_s * 1e3),
-        peak_bytes=max(peaks, default=None),
     )
 
 

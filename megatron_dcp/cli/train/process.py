@@ -11,6 +11,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from megatron_dcp.runtime.memory import keep_memory
+
 
 def pin_threads() -> None:
     """One thread and one core per rank, so that a rank's compute does not depend on the others."""
@@ -25,6 +27,7 @@ def data_ranks(device: str = "cpu") -> Iterator[None]:
     """Under a launcher with several ranks, join them: over gloo, each pinned to a core, or over
     NCCL, each on its GPU (device `cuda`)."""
     if device == "cpu":
+        keep_memory()
         pin_threads()
     else:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
