@@ -77,8 +77,11 @@ class SimulateOptions:
     """The same for the ranks of one node; default: all."""
     overlap_reduction: bool = False
     """Hide the gradient reduction under the last backward of the slowest rank."""
-    plan_limit_s: float = 120.0
-    """Planning time of one strategy after which its remaining steps are left out (and said so)."""
+    limit_s: float = 60.0
+    """Time of the whole comparison, shared by the strategies; steps beyond it are left out and the
+    table says so, one of each strategy runs in any case. 0: no limit. Each --sweep has as much."""
+    plan_limit_s: float | None = None
+    """The same for each strategy on its own, instead of --limit-s."""
     presets: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the hardware and model presets and leave."""
 
@@ -89,6 +92,10 @@ class SimulateOptions:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; use >= 1")
         if self.seed < 0:
             raise ConfigError(f"--seed is {self.seed}; use >= 0")
+        for name in ("limit_s", "plan_limit_s"):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise ConfigError(f"--{name.replace('_', '-')} is {value}; use >= 0")
         rate = self.network_gbit_per_s
         if rate is not None and not 0 < rate < math.inf:
             raise ConfigError(f"--network-gbit-per-s is {rate}; use a number above 0")

@@ -60,7 +60,7 @@ def table(result: Mapping[str, Any], names: Sequence[str], title: str, wanted: i
         out.add_row(name, *row(name, result))
         steps = result["details"][name]["steps"]
         if steps < wanted:
-            why = result["failed"].get(name, "planning time limit")
+            why = result["failed"].get(name, "time limit; --limit-s 0 runs all")
             notes.append(f"{name}: {steps} of {wanted} steps ({why})")
     buffer = io.StringIO()
     Console(file=buffer, width=140, highlight=False).print(out)

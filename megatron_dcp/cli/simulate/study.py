@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -51,14 +52,16 @@ def run_study(options: SimulateOptions, names: list[str], progress: Progress) ->
     """Raises ConfigError for unusable options; a strategy's PlanError stands in its tally."""
     profile = options.profile()
     study = Study(tallies={name: Tally(name=name) for name in names})
-    batches = [
-        (seed, step, w)
-        for seed in range(options.seed, options.seed + options.seeds)
-        for step, w in enumerate(options.workloads(seed))
-    ]
-    study.lengths = [n for _, _, w in batches[: options.steps] for n in w.lengths]
-    for name in names:
-        _run_strategy(options, profile, name, batches, study, progress)
+    seeds = range(options.seed, options.seed + options.seeds)
+    batches = [(s, step, w) for s in seeds for step, w in enumerate(options.workloads(s))]
+    study.lengths = [n for s, _, w in batches if s == options.seed for n in w.lengths]
+    batches.sort(key=lambda b: b[1])  # a strategy that is cut short has seen all seeds alike
+    end = time.perf_counter() + (options.limit_s or math.inf)
+    for done, name in enumerate(names):
+        limit = options.plan_limit_s
+        if limit is None:
+            limit = (end - time.perf_counter()) / (len(names) - done)
+        _run_strategy(options, profile, name, batches, study, progress, limit)
     return study
 
 
@@ -69,16 +72,14 @@ def _run_strategy(
     batches: list[tuple[int, int, Workload]],
     study: Study,
     progress: Progress,
+    limit_s: float,
 ) -> None:
     tally, begin = study.tallies[name], time.perf_counter()
     sampler = {s: options.replay_options(s) for s in {seed for seed, _, _ in batches}}
     degrees = study.degrees.setdefault(name, [])
     for done, (seed, step, workload) in enumerate(batches):
-        if done and time.perf_counter() - begin > options.plan_limit_s:
-            progress(
-                f"{name}: stopped after {done} of {len(batches)} steps "
-                f"(--plan-limit-s {options.plan_limit_s:g})"
-            )
+        if done and time.perf_counter() - begin > limit_s:
+            progress(f"{name}: stopped after {done} of {len(batches)} steps (time limit)")
             break
         request = PlanRequest(
             workload=workload, topology=options.topology, profile=profile,

@@ -66,7 +66,10 @@ def run_sweep(options: SimulateOptions, names: list[str], axis: str, progress: P
     label, values = AXES[axis]
     points: list[tuple[float, dict[str, Any] | str]] = []
     for value in values:
-        point = replace(_at(options, axis, value), steps=min(3, options.steps), seeds=1, sweep=None)
+        point = replace(
+            _at(options, axis, value), steps=min(3, options.steps), seeds=1, sweep=None,
+            limit_s=options.limit_s / len(values),
+        )  # fmt: skip
         progress(f"sweep {axis} = {value:g}")
         try:
             study = run_study(point, with_baselines(names), lambda _: None)

@@ -3,10 +3,14 @@
 import json
 import subprocess
 import sys
+import time
+from dataclasses import replace
 
 import pytest
 
 from megatron_dcp.cli.main import main
+from megatron_dcp.cli.simulate.options import SimulateOptions
+from megatron_dcp.cli.simulate.study import run_study
 
 FAST = ["simulate", "--ranks", "16", "--batch", "48", "--steps", "2"]
 VIDEO = ["--hardware", "h200", "--model", "dit-1.2b-2d", "--lengths", "preset:video-short"]
@@ -49,6 +53,29 @@ def test_table_names_every_strategy_and_that_it_is_simulated(capsys):
     assert out.startswith("simulated:")
     for name in ("bucket:4", "dcp-inter", "dcp", "x bucket", "idle", "padding"):
         assert name in out
+
+
+def test_a_comparison_ends_in_time_and_says_what_it_left_out(capsys):
+    """flexsp's solver takes up to 10 s for one step: its rest is left out, others go on."""
+    args = ["simulate", "--ranks", "16", "--batch", "48", "--steps", "50", "--seeds", "4",
+            "--strategies", "flexsp,static,dcp"]  # fmt: skip
+    begin = time.perf_counter()
+    assert main([*args, *VIDEO, "--limit-s", "3"]) == 0
+    assert time.perf_counter() - begin < 3 + 10 + 15  # one step of flexsp, start and baselines
+    captured = capsys.readouterr()
+    cut = {line.split(":")[0]: line for line in map(str.strip, captured.out.splitlines())
+           if "of 200 steps (time limit; --limit-s 0 runs all)" in line}  # fmt: skip
+    assert "flexsp" in cut
+    assert "flexsp: stopped after" in captured.err
+
+
+def test_a_time_limit_takes_steps_of_all_seeds_alike():
+    options = SimulateOptions(ranks=8, batch=16, steps=3, seeds=2, plan_limit_s=0.0)
+    study = run_study(options, ["static"], lambda _: None)
+    assert set(study.tallies["static"].step_us) == {(0, 0)}
+    whole = run_study(replace(options, plan_limit_s=None, limit_s=0.0), ["static"], lambda _: None)
+    assert list(whole.tallies["static"].step_us) == [(s, k) for k in range(3) for s in range(2)]
+    assert len(whole.lengths) == 3 * 16
 
 
 def test_report_folder_with_sweeps(tmp_path, capsys):
@@ -102,6 +129,7 @@ def test_length_files_and_context_limit(tmp_path, capsys):
         (["--hardware", "h200", "--model", "gpt-7b", "--memory-gb", "inf"], "memory of inf GB"),
         (["--hardware", "h200", "--model", "gpt-7b", "--network-gbit-per-s", "0"], "above 0"),
         (["--noise-slot", "nan"], "sigmas"),
+        (["--limit-s", "nan"], "--limit-s is nan"),
         (["--out", __file__], "is not a folder"),
     ],
 )
