@@ -47,10 +47,10 @@ class CoreLayer(nn.Module):
 
 
 def live_bytes_case(
-    *, points: Sequence[tuple[int, int]], kind: str = "layers", layers: int = 4
+    *, points: Sequence[tuple[int, int]], kind: str = "layers", layers: int = 4, vocab: int = 64
 ) -> Any:
     """[kept, peak] activation bytes of one rank for each (tokens, recomputed layers)."""
-    model = TinyModel(layers=layers, hidden=64, dtype=torch.float32)
+    model = TinyModel(layers=layers, hidden=64, vocab=vocab, dtype=torch.float32)
     model.layers = nn.ModuleList(CoreLayer(x) for x in model.layers if isinstance(x, TinyLayer))
     wrap_layers(model.layers, attention="core")
     found = []
