@@ -32,6 +32,15 @@ def check_at_least(name: str, value: int | None, least: int) -> None:
         raise ConfigError(f"{name}={value!r}: use an integer >= {least}")
 
 
+def check_calls(name: str, value: object, methods: tuple[str, ...]) -> None:
+    """Raises ConfigError unless `value` is None or an object with these methods."""
+    missing = [m for m in methods if not callable(getattr(value, m, None))]
+    if value is not None and missing:
+        raise ConfigError(
+            f"{name}={value!r}: has no {' and no '.join(missing)}; pass the {name} object or None"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerConfig:
     """How the plan of each step is made.

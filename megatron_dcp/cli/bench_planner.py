@@ -26,6 +26,7 @@ from megatron_dcp.data.lengths import read_lengths
 from megatron_dcp.errors import ConfigError, MdcpError
 from megatron_dcp.plan import Topology, Workload
 from megatron_dcp.planner import PlanRequest, make_plan
+from megatron_dcp.planner.registry import find_strategy
 
 ASYNC_SIZES = ("512/64", "2048/256", "4096/1024", "16384/1024", "65536/4096", "128/64", "2048/1024",
                "48/64", "768/1024")  # fmt: skip
@@ -143,8 +144,27 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def _check(args: argparse.Namespace) -> None:
+    """Refuse what cannot run before anything does. Raises ConfigError."""
+    sizes = ",".join((args.sizes, args.lockstep_sizes, args.strategies_size)).split(",")
+    for size in filter(None, sizes):
+        samples, _, ranks = size.partition("/")
+        if not (samples.isdecimal() and ranks.isdecimal() and int(samples) and int(ranks)):
+            raise ConfigError(f"size {size!r}: use SAMPLES/RANKS, two integers >= 1, as 512/64")
+    for strategy in filter(None, args.strategies.split(",")):
+        find_strategy(strategy)
+    for name in args.files.split(","):
+        file = Path(args.lengths) / f"{name}_16384.txt"
+        if not file.is_file():
+            raise ConfigError(
+                f"no {file}: --lengths is the folder of NAME_16384.txt for each of --files "
+                "(tests/data/lengths of a source checkout)"
+            )
+
+
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
+    _check(args)
     if args.seeds < 1 or args.repeats < 1:
         raise ConfigError(f"--seeds {args.seeds}, --repeats {args.repeats}: both must be >= 1")
     done: list[Row] = []

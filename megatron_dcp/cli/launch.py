@@ -48,7 +48,7 @@ def _parse(argv: list[str]) -> _Command:
             cpu = True
         elif flag == "--nproc-per-node":
             value = value or (rest.pop(0) if rest else "")
-            if not value.isdigit() or int(value) < 1:
+            if not value.isdecimal() or int(value) < 1:
                 raise ConfigError(f"--nproc-per-node {value!r}: a number of ranks >= 1 is needed")
             ranks = int(value)
         else:

@@ -14,9 +14,10 @@ import sys
 from importlib import import_module, util
 
 from megatron_dcp import __version__
+from megatron_dcp.cli.outputs import NO_ROOM
 from megatron_dcp.errors import ConfigError, MdcpError
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_ACCESS = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 
 # name -> what the help line says; the module is megatron_dcp.cli.<name>
 COMMANDS = {
@@ -65,10 +66,14 @@ def main(argv: list[str] | None = None) -> int:
         _drop_stdout()
         return 1
     except OSError as error:
-        if error.errno not in _NO_ROOM or error.filename is not None:
+        if error.errno not in (*NO_ROOM, *_NO_ACCESS):
             raise
-        print(f"{name}: cannot write the output: {error.strerror}", file=sys.stderr)
-        _drop_stdout()
+        if error.filename is None:
+            print(f"{name}: cannot write the output: {error.strerror}", file=sys.stderr)
+            _drop_stdout()
+        else:
+            what = repr(str(error.filename))
+            print(f"{name}: cannot read or write {what}: {error.strerror}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
 
 from megatron_dcp.errors import ConfigError
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_folder(path: Path) -> None:
@@ -31,7 +34,7 @@ def check_file(path: Path) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """A temporary file beside the target, then a rename. Links are followed; a device or a pipe is
-    written to, never replaced. Raises ConfigError."""
+    written to, never replaced. Raises ConfigError; OSError of NO_ROOM where the disk is full."""
     try:
         target = path.resolve()
         if target.exists() and not target.is_file():
@@ -47,4 +50,6 @@ def write_whole(path: Path, data: bytes) -> None:
             Path(name).unlink(missing_ok=True)
             raise
     except OSError as error:
+        if error.errno in NO_ROOM:
+            raise OSError(error.errno, error.strerror, str(path)) from error
         raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}") from error

@@ -42,6 +42,11 @@ class Topology:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"topology: {name} must be an integer >= 1, found {value!r}")
+        if self.virtual_stages > 1 and self.pipeline_stages == 1:
+            raise ConfigError(
+                f"topology: virtual_stages {self.virtual_stages} interleave the layers of pipeline "
+                "stages, and pipeline_stages is 1; use pipeline_stages >= 2, or virtual_stages 1"
+            )
         if m > n:
             raise ConfigError(
                 f"topology: ranks_per_node {m} is larger than data_ranks {n}; "

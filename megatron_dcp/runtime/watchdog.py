@@ -53,6 +53,12 @@ class Watchdog:
         if not timeout_s > 0:
             raise ConfigError(f"watchdog timeout is {timeout_s!r} s; it must be above 0")
         self.world, self.timeout_s, self.directory = world, timeout_s, Path(directory)
+        try:  # now, not when the stacks are to be written
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"watchdog_dir {str(directory)!r} cannot be made: {error.strerror}"
+            ) from error
         self._end = end
         self._store = None
         if world.size > 1:

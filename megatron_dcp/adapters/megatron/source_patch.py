@@ -95,7 +95,10 @@ def _state(patch: SourcePatch, root: Path) -> str:
     file = root / patch.path
     if not file.is_file():
         return "missing"
-    lines = file.read_bytes().decode().splitlines(keepends=True)
+    try:
+        lines = file.read_bytes().decode().splitlines(keepends=True)
+    except UnicodeDecodeError:
+        return "different"
     if _digest(lines) == patch.sha256:
         return "clean"
     original = patch.removed(lines)

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from megatron_dcp.config import Normalize, Oversize, PlannerConfig, RuntimeConfig
+from megatron_dcp.config import (
+    Normalize,
+    Oversize,
+    PlannerConfig,
+    RuntimeConfig,
+    check_calls,
+)
 from megatron_dcp.cost import CostProfile, resolve
 from megatron_dcp.cost.profiling import check_fingerprint
 from megatron_dcp.dist import DataWorld, planes_of, stage_group_of
@@ -75,6 +81,8 @@ def initialize(
     plans go to the others. planes: the same as global ranks of each plane. The rest: see
     RuntimeConfig and PlannerConfig.
     """
+    check_calls("optimizer", optimizer, ("step", "zero_grad"))
+    check_calls("scheduler", scheduler, ("step",))
     planner = PlannerConfig(
         strategy=strategy,
         cost=cost.name if isinstance(cost, CostProfile) else str(cost),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
+from megatron_dcp.cost.hardware import hardware as hardware_preset
+from megatron_dcp.cost.models import model as model_preset
 from megatron_dcp.errors import ConfigError
 
 TrainerName = Literal["native", "torch", "deepspeed", "hf", "megatron"]
@@ -95,6 +98,16 @@ class EndToEndOptions:
                      "virtual_memory_tokens"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.seed < 0:
+            raise ConfigError(f"--seed is {self.seed}; use >= 0")
+        if not 0 < self.lr < math.inf:
+            raise ConfigError(f"--lr is {self.lr}; use a number above 0")
+        if self.device not in ("cpu", "cuda"):
+            raise ConfigError(f"--device {self.device!r}: use cpu or cuda")
+        if self.model != "small":
+            model_preset(self.model)
+        if self.hardware is not None:
+            hardware_preset(self.hardware)
         for name in self.set_names:
             if name not in SETS:
                 raise ConfigError(f"--sets {name!r}: known are {', '.join(SETS)}")

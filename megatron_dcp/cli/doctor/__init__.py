@@ -23,6 +23,7 @@ from megatron_dcp.cli.doctor.native import (
     torch_status,
 )
 from megatron_dcp.cli.doctor.trainers import patch_lines, probe_all
+from megatron_dcp.errors import ConfigError
 
 __all__ = ["main", "parser"]
 
@@ -42,6 +43,9 @@ def examine(
     *, quick: bool = False, ranks: int | None = None, ranks_per_node: int | None = None
 ) -> dict[str, Any]:
     """Everything that is reported, as one JSON object."""
+    groups = None
+    if ranks is not None:
+        groups = estimate(ranks, min(8, ranks) if ranks_per_node is None else ranks_per_node)
     trainers = probe_all(quick=quick)
     megatron = next(t for t in trainers if t["name"] == "megatron-core")
     found: dict[str, Any] = {
@@ -57,15 +61,15 @@ def examine(
         "gpus": gpus(),
         "trainers": trainers,
         "megatron_patches": patch_lines(megatron, quick=quick),
-        "communicators": None,
+        "communicators": groups,
     }
-    if ranks is not None:
-        found["communicators"] = estimate(ranks, ranks_per_node or min(8, ranks))
     return found
 
 
 def main(argv: list[str]) -> int:
     options = parser().parse_args(argv)
+    if options.ranks is None and options.ranks_per_node is not None:
+        raise ConfigError("--ranks-per-node counts communicators of --ranks; pass that too")
     found = examine(quick=options.quick, ranks=options.ranks, ranks_per_node=options.ranks_per_node)
     if options.json:
         print(json.dumps(found, indent=1))

@@ -139,7 +139,8 @@ class StepLog:
         if world.rank != 0:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        old = path.read_text().splitlines() if path.exists() and after else []
+        # A last line without its end was cut when the run was killed; its step is repeated.
+        old = path.read_text().rpartition("\n")[0].splitlines() if path.exists() and after else []
         kept = [line for line in old if json.loads(line)["step"] < after]
         path.write_text("".join(line + "\n" for line in kept))
 

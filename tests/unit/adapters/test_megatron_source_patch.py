@@ -51,6 +51,12 @@ def test_apply_then_revert_leaves_every_byte(tree: Path) -> None:
     assert contents(tree) == before
 
 
+def test_a_file_that_is_no_text_is_another_tree(tree: Path, capsys: pytest.CaptureFixture[str]):
+    (tree / "megatron" / "a.py").write_bytes(b"\xff\xfe\x00")
+    assert patch("apply", tree) == 1
+    assert "a.py" in capsys.readouterr().err
+
+
 def test_git_applies_the_same_text(tree: Path) -> None:
     file = tree.parent / "patches" / "v1" / "a.patch"
     done = subprocess.run(["git", "apply", "--unidiff-zero", str(file)], cwd=tree, check=False)

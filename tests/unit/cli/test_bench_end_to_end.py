@@ -73,3 +73,16 @@ def test_quick_is_smaller_and_keeps_what_was_asked():
     assert options.budget_tokens("unpaced") is None
     with pytest.raises(ConfigError, match="at least 1"):
         EndToEndOptions(repeats=0)
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"device": "tpu"}, "use cpu or cuda"), ({"hardware": "h999"}, "unknown hardware 'h999'"),
+        ({"model": "gpt-9t"}, "unknown model 'gpt-9t'"), ({"lr": float("nan")}, "--lr is nan"),
+        ({"seed": -1}, "--seed is -1"), ({"sets": "poems"}, "--sets 'poems'"),
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused_before_ranks_are_started(option, text):
+    with pytest.raises(ConfigError, match=text):
+        EndToEndOptions(**option)

@@ -54,3 +54,22 @@ def test_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "planer"]) == 2
     assert "unknown benchmark 'planer'" in capsys.readouterr().err
     assert main(["bench", "planner", "--seeds", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--sizes", "64x8"], "size '64x8': use SAMPLES/RANKS"),
+        (["--lockstep-sizes", "64/0"], "size '64/0'"),
+        (["--strategies-size", "/8"], "size '/8'"),
+        (["--strategies", "static,fastest"], "unknown strategy 'fastest'"),
+        (["--files", "wiki,absent"], "absent_16384.txt: --lengths is the folder"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_does(
+    options: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*QUICK, *options]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""

@@ -9,6 +9,7 @@ import pytest
 from megatron_dcp.cli.doctor import examine
 from megatron_dcp.cli.doctor.communicators import block_sizes, estimate
 from megatron_dcp.cli.doctor.trainers import TRAINERS, _probe, run_python
+from megatron_dcp.cli.main import main
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.errors import ConfigError
 
@@ -106,3 +107,19 @@ def test_one_rank_makes_none_as_in_the_runtime():
 def test_ranks_that_do_not_fill_nodes_are_refused():
     with pytest.raises(ConfigError, match="not a multiple"):
         estimate(12, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--ranks", "0"], "both must be >= 1"),
+        (["--ranks", "8", "--ranks-per-node", "0"], "both must be >= 1"),
+        (["--ranks-per-node", "8"], "pass that too"),
+    ],
+)
+def test_bad_counts_are_refused_before_trainers_are_looked_up(options, words, monkeypatch, capsys):
+    monkeypatch.setattr("megatron_dcp.cli.doctor.probe_all", lambda **_: pytest.fail("too late"))
+    assert main(["doctor", *options]) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""

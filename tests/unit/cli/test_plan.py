@@ -91,6 +91,7 @@ BAD_INPUT = [
     (["--lengths", "endless.idx"], 2, "cut short: 4611686018427387904 sequences"),
     (["--lengths", "header.idx"], 2, "cut short: 12 bytes"),
     (["--lengths", "good.txt", "--out", "no/such/folder.json"], 2, "cannot write"),
+    (["--lengths", "good.txt", "--virtual-stages", "2"], 2, "pipeline_stages is 1"),
     (["--lengths", "huge.txt"], 1, "sample 1 of 5000000 tokens needs"),
 ]
 
@@ -161,3 +162,9 @@ def test_stdout_that_takes_no_more_ends_without_a_traceback(stdout: str, words: 
     os.close(writer)
     assert run.returncode == 1
     assert run.stderr == (f"mdcp plan: {words} on device\n" if words else "")
+
+
+def test_a_full_disk_is_a_failure_and_not_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *WIKI, "--samples", "8", "--ranks", "8", "--out", "/dev/full"]) == 1
+    err = capsys.readouterr().err
+    assert err == "mdcp plan: cannot read or write '/dev/full': No space left on device\n"

@@ -158,6 +158,7 @@ def test_pipeline_adds_the_largest_placement():
         ({"data_ranks": 12, "ranks_per_node": 8}, "whole nodes"),
         ({"data_ranks": 0, "ranks_per_node": 1}, "data_ranks"),
         ({"data_ranks": 2, "ranks_per_node": 2, "speed": (1000,)}, "speed"),
+        ({"data_ranks": 2, "ranks_per_node": 2, "virtual_stages": 2}, "pipeline_stages is 1"),
     ],
 )
 def test_topology_says_what_is_wrong(kwargs, text):

@@ -296,7 +296,8 @@ def test_a_step_that_was_broken_off_leaves_nothing_in_the_next(fault: str) -> No
         {"strategy": "fastest"}, {"strategy": "packed:0"}, {"recompute": "on"},
         {"oversize": "keep"}, {"normalize": "batch"},
         {"memory": float("nan")}, {"max_grad_norm": -1.0}, {"max_grad_norm": float("nan")},
-        {"plan_ahead": -1}, {"timeout_s": 0}, {"cost": 5},
+        {"plan_ahead": -1}, {"timeout_s": 0}, {"cost": 5}, {"optimizer": "adam"},
+        {"scheduler": 0.1}, {"watchdog_dir": f"{__file__}/stacks", "watchdog_s": 9.0},
     ],
 )  # fmt: skip
 def test_bad_options_are_refused_at_once(option: dict[str, Any]) -> None:
