@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from megatron_dcp.cli.outputs import check_folder
+
 if TYPE_CHECKING:
     from megatron_dcp.observe.run_dir import Run
 
@@ -52,6 +54,7 @@ def main(argv: list[str]) -> int:
 
     options = tyro.cli(ReportOptions, args=argv, prog="mdcp report")
     run = read_run(options.run)
+    check_folder(options.out or options.run / "report")
     replayed = simulate_steps(run)
     print(f"{len(run.steps)} steps of {', '.join(run.strategies)}", file=sys.stderr)
     for name, points in replayed.items():

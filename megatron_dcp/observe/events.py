@@ -6,9 +6,11 @@ An event is one object with integer times in us on a clock that all ranks of one
     {"rank", "step", "kind", "start_us", "end_us"} and, where they apply,
     {"slot", "first_rank", "degree", "scheme", "recompute", "tokens", "strategy", "bytes"}
 
-Kinds: `step` (the whole step of a rank), `placement` (forward + backward of a microbatch), `comm`
-(a collective, nested in its placement), `wait` (waiting for the ranks of a block or of the step),
-`reduce` (gradient reduction), `optimizer`, `plan` (planning), `data` (reading and exchange).
+Kinds: `step` (the whole step of a rank; `groups`: how many it is in; `bytes`: the most it held, by
+the allocator on a GPU, else of the resident set), `placement` (forward + backward of a microbatch),
+`comm` (a collective, nested in its placement), `wait` (waiting for the ranks of a block or of the
+step), `reduce` (gradient reduction), `optimizer`, `plan` (planning; `exposed_us`: how long the step
+had to wait for plan and data), `data` (reading and exchange).
 """
 
 from __future__ import annotations
@@ -64,12 +66,23 @@ def _event_files(run: Path) -> list[Path]:
     return files
 
 
+_ALWAYS = ("rank", "step", "start_us", "end_us")
+_OF_PLACEMENTS = (*_ALWAYS, "slot", "first_rank", "degree", "tokens")
+
+
 def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    """A last line without its end was cut by whatever ended the run, and counts for nothing."""
+    whole, _, _ = path.read_bytes().rpartition(b"\n")
+    for number, line in enumerate(whole.splitlines(), start=1):
         try:
             event = json.loads(line)
         except ValueError as error:
             raise ConfigError(f"{path}:{number}: not a JSON event: {error}") from error
         if not isinstance(event, dict) or event.get("kind") not in KINDS:
             raise ConfigError(f"{path}:{number}: not an event of kind {', '.join(KINDS)}")
+        needed = _OF_PLACEMENTS if event["kind"] == "placement" else _ALWAYS
+        wrong = [key for key in needed if not isinstance(event.get(key), int)]
+        if wrong or not event["start_us"] <= event["end_us"]:
+            what = f"no integer {wrong[0]!r}" if wrong else "it ends before it starts"
+            raise ConfigError(f"{path}:{number}: event of kind {event['kind']}: {what}")
         yield event

@@ -17,9 +17,10 @@ from megatron_dcp.observe.run_dir import (
     placement_times,
     planning_us,
 )
+from megatron_dcp.observe.shares import peak_by_rank
 from megatron_dcp.observe.timeline import draw_step
 from megatron_dcp.observe.trace import write_trace
-from megatron_dcp.plan.groups import communicators
+from megatron_dcp.plan.groups import communicators, nccl_bytes
 
 Series = dict[str, list[tuple[float, float]]]
 
@@ -73,11 +74,14 @@ def _summary(page: Page, run: Run) -> None:
             f"{s['idle']:.1%}",
             f"{s['comm']:.1%}",
             f"{s['prediction_error']:.1%}",
+            f"{max(s['held_bytes']) / 1e6:,.0f}" if s.get("held_bytes") else "-",
             f"{loss[-1]:.5f}" if loss else "-",
         ))  # fmt: skip
     page.table(
-        ("strategy", "tokens/s", "step (s)", "idle", "comm", "prediction error", "last loss"), rows
-    )
+        ("strategy", "tokens/s", "step (s)", "idle", "comm", "prediction error", "held peak MB",
+         "last loss"),
+        rows,
+    )  # fmt: skip
 
 
 def _by_strategy(run: Run) -> dict[str, list[MeasuredStep]]:
@@ -168,7 +172,9 @@ def _timelines(page: Page, run: Run, out: Path) -> list[Path]:
 def _idle(page: Page, run: Run) -> None:
     page.section("Idle time", "Share of each step in which a rank waited or had nothing to do.")
     for name, steps in _by_strategy(run).items():
-        columns = [idle_by_rank(s) for s in steps]
+        told = [idle_by_rank(s) for s in steps]
+        # A step that the end of the run broke off lacks the events of some rank.
+        columns = [c for c in told if len(c) == max(map(len, told))]
         rows = [[100 * c[r] for c in columns] for r in range(len(columns[0]))]
         page.figure(
             figures.heatmap(rows, f"Idle share: {name}", "step, in order of time", "rank", "%")
@@ -227,8 +233,8 @@ def error_quantiles(points: Sequence[tuple[float, float]]) -> tuple[float, float
 def _planner(page: Page, run: Run) -> None:
     page.section(
         "Planner",
-        "Time of the planner, and of rank 0's planning thread: hidden while another step runs, "
-        "exposed inside a step.",
+        "Time of the planner, and of rank 0's planning thread: hidden while another step runs; "
+        "exposed is how long rank 0 waited for plan and data before its steps, as measured.",
     )
     rows = []
     for name, steps in _by_strategy(run).items():
@@ -245,27 +251,40 @@ def _planner(page: Page, run: Run) -> None:
 
 
 def _resources(page: Page, run: Run) -> None:
-    page.section("Communicators and memory")
+    page.section(
+        "Communicators and memory",
+        "Groups: those that the plans name, and those that a rank is in, with what NCCL would keep "
+        "for them by its defaults. Predicted: the largest placement. Held: most bytes of any rank "
+        "in any step, as its allocator tells on a GPU; on a CPU the resident set, interpreter and "
+        "libraries included.",
+    )
     rows = []
+    ranks: list[tuple[str, str]] = []
     for name, steps in _by_strategy(run).items():
         groups = {
             g for s in _plans(steps).values() if s.plan is not None for g in communicators(s.plan)
         }
+        made = max((e.get("groups", 0) for s in steps for e in s.of("step")), default=0)
         predicted = [p.bytes for s in steps if s.plan is not None for p in s.plan.placements]
-        seen = [int(e["bytes"]) for s in steps for e in s.events if e.get("bytes")]
+        seen = peak_by_rank(s.shares.peaks for s in steps)
+        if seen:
+            ranks.append((name, ", ".join(f"{peak / 1e6:,.1f}" for peak in seen)))
         budget = {s.plan.budget_bytes for s in steps if s.plan is not None}
         rows.append((
             name,
             len(groups),
+            f"{made} ({nccl_bytes(made) / 1e6:,.0f})" if made else "-",
             f"{max(predicted) / 1e6:,.1f}" if predicted else "-",
             f"{max(seen) / 1e6:,.1f}" if seen else "not recorded",
             f"{max(budget) / 1e6:,.1f}" if budget else "-",
         ))  # fmt: skip
     page.table(
-        ("strategy", "groups besides the world", "predicted peak MB", "measured peak MB",
-         "budget MB"),
+        ("strategy", "groups besides the world", "groups of a rank (NCCL, MB)",
+         "predicted peak MB", "held peak MB", "budget MB"),
         rows,
     )  # fmt: skip
+    if ranks:
+        page.table(("strategy", "held peak MB of each rank"), ranks)
 
 
 def _facts(page: Page, run: Run) -> None:

@@ -142,19 +142,12 @@ def measured_makespan_us(step: MeasuredStep) -> float:
 
 
 def planning_us(step: MeasuredStep) -> tuple[float, float]:
-    """(hidden, exposed) planning time of rank 0: exposed is what lies inside its step."""
-    inside = [e for e in step.of("step") if e["rank"] == 0]
-    hidden = exposed = 0.0
-    for e in step.of("plan"):
-        if e["rank"] != 0:
-            continue
-        covered = sum(
-            max(0, min(e["end_us"], s["end_us"]) - max(e["start_us"], s["start_us"]))
-            for s in inside
-        )
-        exposed += covered
-        hidden += e["end_us"] - e["start_us"] - covered
-    return hidden, exposed
+    """(hidden, exposed) planning time of rank 0: exposed is how long it waited for the plan and
+    its data before the step, as it measured."""
+    plans = [e for e in step.of("plan") if e["rank"] == 0]
+    exposed = float(sum(e.get("exposed_us", 0) for e in plans))
+    spent = float(sum(e["end_us"] - e["start_us"] for e in plans))
+    return max(0.0, spent - exposed), exposed
 
 
 def idle_by_rank(step: MeasuredStep) -> list[float]:

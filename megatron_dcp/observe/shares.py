@@ -1,4 +1,4 @@
-"""Shares of rank-time that a set of events shows: idle, communication, and the step time."""
+"""What a set of events shows of a step: its time, idle and communication shares, peak memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from megatron_dcp.observe.events import Event
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """Fractions of rank-time (ranks * step time); step_s: seconds per step, slowest rank."""
+    """Fractions of rank-time (ranks * step time); step_s: seconds per step, slowest rank.
+
+    peaks: most bytes that each rank held, in order of ranks; empty where no rank could tell.
+    """
 
     step_s: float
     idle: float
     comm: float
     tokens: int
+    peaks: tuple[int, ...] = ()
 
 
 def step_shares(events: Iterable[Event]) -> dict[int, Shares]:
@@ -44,4 +48,16 @@ def _one_step(events: list[Event]) -> Shares:
         idle=(total["wait"] + unused) / span,
         comm=(total["comm"] + total["reduce"]) / span,
         tokens=tokens,
+        peaks=tuple(e["bytes"] for e in sorted(steps, key=_rank) if "bytes" in e),
     )
+
+
+def peak_by_rank(peaks: Iterable[tuple[int, ...]]) -> list[int]:
+    """Most bytes that each rank held in any of the steps of which all ranks told; else empty."""
+    told = list(peaks)
+    whole = [p for p in told if len(p) == max(map(len, told))]
+    return [max(rank) for rank in zip(*whole, strict=True)]
+
+
+def _rank(event: Event) -> int:
+    return int(event["rank"])

@@ -44,6 +44,8 @@ def step_metrics(plan: StepPlan, shares: Shares, *, loss: float | None = None) -
     }
     if "planner_us" in plan.info:
         out["plan/planner_ms"] = float(plan.info["planner_us"]) / 1e3
+    if shares.peaks:
+        out["memory/held_mb"] = max(shares.peaks) / 1e6
     if loss is not None:
         out["loss"] = loss
     return out

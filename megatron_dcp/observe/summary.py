@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dcp.errors import ConfigError
-from megatron_dcp.observe.shares import Shares
+from megatron_dcp.observe.shares import Shares, peak_by_rank
 from megatron_dcp.plan import StepPlan
 
 SCHEMA = "mdcp.run/1"
@@ -33,7 +33,7 @@ class StepRecord:
 
     recompute: share of rank-time that the simulator gives to recomputation. planner_ms: making the
     plan. exposed_ms: what is left of it when it is made while the step before runs. peak_bytes:
-    rise of the resident set in a step, largest rank.
+    rise of the resident set in a step, largest rank. held: most bytes that each rank held in it.
     """
 
     repeat: int
@@ -47,6 +47,7 @@ class StepRecord:
     planner_ms: float | None = None
     exposed_ms: float | None = None
     peak_bytes: int | None = None
+    held: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -62,6 +63,7 @@ class StepRecord:
             idle=shares.idle,
             comm=shares.comm,
             loss=loss,
+            held=shares.peaks,
         )
 
 
@@ -115,6 +117,7 @@ class RunSummary:
             ),
             **_means(records, ("recompute", "planner_ms", "exposed_ms")),
             **_largest(records, "peak_bytes"),
+            **_largest_by_rank(records),
             "speedup_vs": {
                 other: mean_std([rate[k] / base[k] for k in sorted(rate.keys() & base.keys())])
                 for other in others
@@ -180,6 +183,12 @@ def _largest(records: Sequence[StepRecord], name: str) -> dict[str, float]:
     return {name: max(told)} if told else {}
 
 
+def _largest_by_rank(records: Sequence[StepRecord]) -> dict[str, list[int]]:
+    """Most bytes that each rank held in any step, where they told."""
+    held = peak_by_rank(r.held for r in records)
+    return {"held_bytes": held} if held else {}
+
+
 def mean_std(values: Sequence[float]) -> dict[str, float]:
     """Mean and sample standard deviation (0 for one value)."""
     mean = _mean(values)
@@ -196,11 +205,38 @@ def load_summary(run: str | Path) -> dict[str, Any]:
     path = Path(run) / "summary.json"
     try:
         obj = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"no summary.json in {path.parent}: not a run directory, or its run ended before it "
+            "wrote one"
+        ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not isinstance(obj, dict) or obj.get("schema") != SCHEMA:
         raise ConfigError(f"{path}: not a {SCHEMA} file")
+    strategies = obj.get("strategies")
+    if not isinstance(strategies, dict) or not strategies:
+        raise ConfigError(f"{path}: no strategy in it; the file is damaged, or nothing was run")
+    for name, found in strategies.items():
+        if (wrong := _wrong_key(found)) is not None:
+            raise ConfigError(f"{path}: strategies.{name}.{wrong} is missing or of another kind")
     return obj
+
+
+def _wrong_key(strategy: Any) -> str | None:
+    """The first of the keys that every reader needs which is not there as it should be."""
+    if not isinstance(strategy, dict):
+        return "tokens_per_s"
+    for key in ("tokens_per_s", "step_s"):
+        spread = strategy.get(key)
+        if not isinstance(spread, dict) or not all(_number(spread.get(k)) for k in ("mean", "std")):
+            return key
+    numbers = (k for k in ("idle", "comm", "prediction_error") if not _number(strategy.get(k)))
+    return next(numbers, None)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 # Columns after the strategy's name: (head, key of the strategy's object, how its value is written).
@@ -216,6 +252,7 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("planner ms", "planner_ms", lambda v: f"{v:.1f}"),
     ("exposed ms", "exposed_ms", lambda v: f"{v:.1f}"),
     ("peak MB", "peak_bytes", lambda v: f"{v / 1e6:.0f}"),
+    ("held MB", "held_bytes", lambda v: f"{max(v) / 1e6:.0f}"),
     ("last loss", "loss", lambda v: f"{v[-1]:.5f}" if v else "-"),
 )
 

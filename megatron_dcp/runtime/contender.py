@@ -24,12 +24,16 @@ from megatron_dcp.runtime.step import Microbatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRun:
-    """One step that was run: its plan, global loss, this rank's events, and the planning time."""
+    """One step that was run: its plan, global loss, this rank's events, and the planning time.
+
+    exposed_ms: how long the step waited for plan and data; None where it was made between steps.
+    """
 
     plan: StepPlan
     loss: float
     events: list[dict[str, Any]]
     planner_ms: float
+    exposed_ms: float | None = None
 
 
 class Contender(Protocol):
@@ -64,11 +68,13 @@ class EngineContender:
         for mb in step:
             mb.backward(self.loss(mb))
         loss = step.finish()
+        ahead = self.engine.runtime.plan_ahead > 0
         return StepRun(
             plan=step.plan,
             loss=loss,
             events=self.engine.take_events(),
             planner_ms=step.metrics["plan_us"] / 1e3,
+            exposed_ms=step.metrics["planner_exposed_ms"] if ahead else None,
         )
 
     def close(self) -> None:

@@ -305,7 +305,7 @@ class Engine:
         begin = log.clock()
         self._update(step)
         log.add("optimizer", begin, log.clock())
-        log.add("step", started_us, log.clock(), tokens=step.tokens)
+        log.end_step(started_us, tokens=step.tokens, groups=world.communicators)
         self.beat(IDLE, step=step.index)
         step.loss = float(totals[0]) / step.denominator if step.denominator else 0.0
         self.open_step = None

@@ -15,6 +15,7 @@ import torch
 
 from megatron_dcp.dist import DataWorld, current_or_none
 from megatron_dcp.plan import Placement
+from megatron_dcp.runtime.memory import peak_held, reset_peak
 
 
 def now_us() -> int:
@@ -28,6 +29,7 @@ class EventLog:
         self.world, self.measure = world, measure
         self.events: list[dict[str, Any]] = []
         self.step = 0
+        self._counting = False
         if measure:
             world.wire.listener = self._heard
 
@@ -41,6 +43,17 @@ class EventLog:
         if self.measure:
             event = {"rank": self.world.rank, "step": self.step, "kind": kind}
             self.events.append({**event, "start_us": start_us, "end_us": end_us, **more})
+
+    def begin_step(self) -> int:
+        """The step's start, us; while measuring, memory is counted from here."""
+        self._counting = self.measure and reset_peak(self.world.device)
+        return self.clock()
+
+    def end_step(self, start_us: int, **more: Any) -> None:
+        """The event of the whole step, with the most bytes that this rank held in it."""
+        if self._counting:
+            more["bytes"] = peak_held(self.world.device)
+        self.add("step", start_us, self.clock(), **more)
 
     def add_placement(
         self, kind: str, start_us: int, end_us: int, p: Placement, **more: Any

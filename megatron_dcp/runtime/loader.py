@@ -151,7 +151,7 @@ class StepLoader:
         events.step = prepared.step
         denominator = self._agree(prepared)
         assert prepared.plan is not None
-        events.add("plan", *prepared.plan_us)
+        events.add("plan", *prepared.plan_us, exposed_us=round(exposed_ms * 1e3))
         events.add("data", *prepared.data_us)
         self._count(prepared)
         step = Step(

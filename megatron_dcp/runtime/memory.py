@@ -72,27 +72,38 @@ def give_back(device: torch.device) -> None:
         _trim()
 
 
+def reset_peak(device: torch.device) -> bool:
+    """Begin a new high-water mark of what this rank holds; False where that cannot be done."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    try:
+        _REFS.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_held(device: torch.device) -> int:
+    """Most bytes held since `reset_peak`: the allocator's on a GPU, on Linux the resident set's,
+    interpreter and libraries included."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return _field("VmHWM")
+
+
 class PeakMemory:
     """Starts counting when made; `peak_bytes` is the rise above that moment."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.start: int | None = None
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-            self.start = torch.cuda.memory_allocated(device)
-            return
-        gc.collect()
-        _trim()
-        try:
-            _REFS.write_text("5")  # resets the high-water mark of this process
-            self.start = _field("VmRSS")
-        except OSError:
-            self.start = None
+        cuda = device.type == "cuda"
+        if not cuda:
+            gc.collect()
+            _trim()
+        if reset_peak(device):
+            self.start = torch.cuda.memory_allocated(device) if cuda else _field("VmRSS")
 
     def peak_bytes(self) -> int | None:
-        if self.start is None:
-            return None
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) - self.start
-        return max(0, _field("VmHWM") - self.start)
+        return None if self.start is None else max(0, peak_held(self.device) - self.start)

@@ -202,7 +202,7 @@ class Step:
     def _start(self) -> None:
         if self._started_us:
             raise ConfigError(f"step {self.index} was iterated twice; its samples run only once")
-        self._started_us = self.engine.log.clock()
+        self._started_us = self.engine.log.begin_step()
         self.engine.open_step = self.index
         closing = sum(mb.closing for mb in self.microbatches)
         self.engine.driver.begin(len(self.microbatches) - closing)

@@ -139,7 +139,7 @@ class SmallMegatron:
         mb = iterator.peek()
         if not self._began:
             self.world.rendezvous(0, self.world.size)
-            self._began = now_us()
+            self._began = self.log.begin_step()
         p = mb.context.placement
         if p.degree > 1:
             with self._timed("wait"):
@@ -171,7 +171,7 @@ class SmallMegatron:
             self.optimizer.step()
         plan = self.dcp.last_plan
         assert plan is not None
-        self.log.add("step", self._began, now_us(), tokens=plan.workload.tokens)
+        self.log.end_step(self._began, tokens=plan.workload.tokens)
         self._step += 1
         return StepRun(
             plan=plan, loss=self._loss(reports), events=self._take(),

@@ -10,11 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dcp.errors import ConfigError
-
-# NCCL keeps buffers per channel and connected neighbour for its three protocols; the defaults are
-# NCCL_BUFFSIZE 4 MiB, LL128 120 * 640 * 8 steps * 8 bytes, LL 8 * 512 * 8 steps * 16 bytes.
-_PER_CHANNEL_BYTES = 4 * 2**20 + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16
-_CHANNELS = 16
+from megatron_dcp.plan.groups import NCCL_CHANNELS, nccl_bytes
 
 
 def block_sizes(ranks_per_node: int) -> list[int]:
@@ -42,7 +38,7 @@ def estimate(ranks: int, ranks_per_node: int) -> dict[str, Any]:
     # On one node the block of the whole node has a group beside the one of all data ranks.
     in_job = whole + sum(ranks // node * (node // size) for size in sizes)
     in_rank = whole + len(sizes)
-    nbytes = in_rank * _CHANNELS * _PER_CHANNEL_BYTES
+    nbytes = nccl_bytes(in_rank)
     return {
         "ranks": ranks,
         "ranks_per_node": node,
@@ -54,6 +50,6 @@ def estimate(ranks: int, ranks_per_node: int) -> dict[str, Any]:
             f"{ranks} ranks, {node} per node: at most {in_job} in the job, {in_rank} per rank "
             f"(one of all data ranks; all-to-all blocks of {sizes or 'no size'}, made when used)",
             f"about {nbytes / 2**20:.0f} MiB per rank with NCCL if all are used: an estimate from "
-            f"its default buffer sizes and {_CHANNELS} channels, not measured; gloo keeps none",
+            f"its default buffer sizes and {NCCL_CHANNELS} channels, not measured; gloo keeps none",
         ],
     }

@@ -130,13 +130,15 @@ def _record(
 ) -> StepRecord:
     (shares,) = step_shares(events).values()
     replayed = replay(run.plan, profile)
+    # Made between the timed steps: what would be left were it made while the step before runs.
+    left = max(0.0, run.planner_ms - shares.step_s * 1e3)
     record = StepRecord.of(run.plan, shares, loss=run.loss, repeat=repeat)
     return replace(
         record,
         predicted_s=(replayed.makespan_us + tail_us) / 1e6,
         recompute=replayed.share("recompute"),
         planner_ms=run.planner_ms,
-        exposed_ms=max(0.0, run.planner_ms - shares.step_s * 1e3),
+        exposed_ms=left if run.exposed_ms is None else run.exposed_ms,
     )
 
 

@@ -7,7 +7,7 @@ that waiting and communication can be told apart.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,15 @@ class RunMetrics:
         if engine.world.rank != 0:
             return
         shares = step_shares(e for part in parts for e in json.loads(part))[step.index]
-        self._summary.add(step.plan.strategy, StepRecord.of(step.plan, shares, loss=step.loss))
+        record = replace(
+            StepRecord.of(step.plan, shares, loss=step.loss),
+            planner_ms=step.metrics["plan_us"] / 1e3,
+            exposed_ms=step.metrics["planner_exposed_ms"],
+        )
+        self._summary.add(step.plan.strategy, record)
         write_plan(self.out, step.plan, keep=_PLANS)
-        metrics = step_metrics(step.plan, shares, loss=step.loss) | learnt
+        exposed = {"plan/exposed_ms": step.metrics["planner_exposed_ms"]}
+        metrics = step_metrics(step.plan, shares, loss=step.loss) | exposed | learnt
         for sink in self._sinks:
             sink.write(step.index, metrics)
 

@@ -32,9 +32,14 @@ def _events(plan, outcome, origin, rank):
         start, end = int(span.start_us), int(span.end_us)
         if start > last:
             yield {**base, "kind": "wait", "start_us": origin + last, "end_us": origin + start}
-        more = {"slot": p.slot, "first_rank": p.first_rank, "degree": p.degree,
-                "scheme": p.scheme, "recompute": p.recompute, "tokens": plan.tokens_of(p),
-                "bytes": 1000}  # fmt: skip
+        more = {
+            "slot": p.slot,
+            "first_rank": p.first_rank,
+            "degree": p.degree,
+            "scheme": p.scheme,
+            "recompute": p.recompute,
+            "tokens": plan.tokens_of(p),
+        }
         yield {**base, "kind": "placement", "start_us": origin + start, "end_us": origin + end,
                **more}  # fmt: skip
         if p.degree > 1:
@@ -42,9 +47,11 @@ def _events(plan, outcome, origin, rank):
                    "end_us": origin + end}  # fmt: skip
         last = end
     span_us = int(outcome.makespan_us)
-    yield {**base, "kind": "plan", "start_us": origin - 90, "end_us": origin + 10}
+    yield {**base, "kind": "plan", "start_us": origin - 90, "end_us": origin + 10,
+           "exposed_us": 10}  # fmt: skip
     yield {**base, "kind": "reduce", "start_us": origin + span_us, "end_us": origin + span_us + 50}
-    yield {**base, "kind": "step", "start_us": origin, "end_us": origin + span_us + 50}
+    yield {**base, "kind": "step", "start_us": origin, "end_us": origin + span_us + 50,
+           "bytes": 10**6 * (100 + 10 * rank + plan.step), "groups": 2 + plan.step}  # fmt: skip
 
 
 def write_run(folder, ranks=4, steps=3, repeats=2):
@@ -70,7 +77,7 @@ def write_run(folder, ranks=4, steps=3, repeats=2):
                 summary.add(strategy, StepRecord(
                     repeat=repeat, tokens=plan.workload.tokens, step_s=outcome.makespan_us / 1e6,
                     predicted_s=plan.makespan_us / 1e6, idle=0.1, comm=0.05,
-                    loss=5.0 - 0.1 * step))  # fmt: skip
+                    loss=5.0 - 0.1 * step, held=(10**8 + step, 2 * 10**8)))  # fmt: skip
     for writer in writers:
         writer.close()
     summary.write(folder)

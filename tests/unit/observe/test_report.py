@@ -16,6 +16,7 @@ from megatron_dcp.observe.lanes import measured_bars
 from megatron_dcp.observe.report import error_quantiles
 from megatron_dcp.observe.run_dir import idle_by_rank, placement_times, planning_us, read_run
 from megatron_dcp.observe.trace import trace_events
+from megatron_dcp.plan.groups import nccl_bytes
 
 
 def test_reads_steps_in_order_and_tells_repeats_apart(run_dir):
@@ -107,6 +108,9 @@ def test_report_is_one_page_that_loads_nothing(run_dir, capsys):
     for title in ("Strategies", "Progress", "Data", "Idle time", "Prediction", "Simulation",
                   "Planner", "Communicators and memory", "Configuration"):  # fmt: skip
         assert f"<h2>{title}</h2>" in page
+    assert "<td>102.0, 112.0, 122.0, 132.0</td>" in page, "of each rank, its largest step"
+    assert page.count("<td>200</td>") == 2, "held peak MB of both strategies"
+    assert f"<td>4 ({nccl_bytes(4) / 1e6:,.0f})</td>" in page, "groups of a rank and their memory"
     pngs = [f for f in files if f.endswith(".png")]
     assert len(pngs) == 3
     for file in pngs:
@@ -149,6 +153,53 @@ def test_a_run_without_events_still_shows_its_plans(run_dir):
 def test_wrong_directories_are_refused(tmp_path, run_dir, capsys):
     assert main(["report", str(tmp_path / "none")]) == 2
     assert "not a directory" in capsys.readouterr().err
+    assert main(["report", str(tmp_path)]) == 2
+    assert "no summary.json" in capsys.readouterr().err
+    assert main(["report", str(run_dir), "--out", str(run_dir / "cost.json")]) == 2
+    assert "is not a folder" in capsys.readouterr().err
     (run_dir / "summary.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"mdcp\.run/1"):
         read_run(run_dir)
+
+
+def _without(key):
+    def damage(summary):
+        del summary["strategies"]["dcp"][key]
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda s: s.update(strategies={}), "no strategy in it"),
+        (lambda s: s.update(strategies=["dcp"]), "no strategy in it"),
+        (lambda s: s["strategies"].update(dcp=3), "strategies.dcp.tokens_per_s"),
+        (lambda s: s["strategies"]["dcp"].update(step_s=2.0), "strategies.dcp.step_s"),
+        (lambda s: s["strategies"]["dcp"].update(idle="much"), "strategies.dcp.idle"),
+        (_without("comm"), "strategies.dcp.comm"),
+    ],
+)
+def test_a_damaged_summary_is_refused_with_the_key(run_dir, capsys, damage, text):
+    path = run_dir / "summary.json"
+    summary = json.loads(path.read_text())
+    damage(summary)
+    path.write_text(json.dumps(summary))
+    assert main(["report", str(run_dir)]) == 2
+    err = capsys.readouterr().err
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_damaged_files_of_a_run_end_without_a_traceback(run_dir, capsys):
+    """A plan that was cut, a cost profile that is none, events of a rank that are gone."""
+    (run_dir / "events-rank3.jsonl").unlink()
+    assert main(["report", str(run_dir)]) == 0
+    (run_dir / "cost.json").write_text("{}")
+    assert main(["report", str(run_dir)]) == 2
+    assert "cost.json" in capsys.readouterr().err
+    (run_dir / "cost.json").unlink()
+    plan = next((run_dir / "plans").glob("dcp-*.json"))
+    plan.write_text(plan.read_text()[:200])
+    assert main(["report", str(run_dir)]) == 1
+    assert plan.name in capsys.readouterr().err

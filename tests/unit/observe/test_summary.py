@@ -5,7 +5,13 @@ import json
 import pytest
 
 from megatron_dcp.errors import ConfigError
-from megatron_dcp.observe.summary import RunSummary, StepRecord, load_summary, table_lines
+from megatron_dcp.observe.summary import (
+    RunSummary,
+    StepRecord,
+    load_summary,
+    table_cells,
+    table_lines,
+)
 
 
 def record(repeat, step_s, **more):
@@ -30,6 +36,19 @@ def test_ratios_are_taken_inside_a_repeat():
     assert got["prediction_error_of_mean"] == pytest.approx(0.5)
 
 
+def test_memory_is_the_largest_step_of_each_rank():
+    run = RunSummary(what="test", config={})
+    for held in ((5, 9), (7, 8), ()):
+        run.add("dcp", record(0, 1.0, held=held))
+    run.add("static", record(0, 1.0))
+    obj = run.to_object()
+    assert obj["strategies"]["dcp"]["held_bytes"] == [7, 9]
+    assert "held_bytes" not in obj["strategies"]["static"]
+    head, *rows = table_cells(obj, [])
+    at = head.index("held MB")
+    assert [row[at] for row in rows] == ["0", "-"]
+
+
 def test_written_and_read(tmp_path):
     path = summary().write(tmp_path / "run")
     obj = load_summary(tmp_path / "run")
@@ -42,6 +61,9 @@ def test_written_and_read(tmp_path):
 
 
 def test_another_file_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no summary\.json"):
+        load_summary(tmp_path)
+    (tmp_path / "summary.json").write_text("{")
     with pytest.raises(ConfigError, match="cannot read"):
         load_summary(tmp_path)
     (tmp_path / "summary.json").write_text("{}")
