@@ -35,7 +35,7 @@ def auto_profile(model: nn.Module, backend: Backend, topology: Topology) -> Cost
     spec = model_spec(inner)
     device = next((p.device for p in inner.parameters()), torch.device("cpu"))
     hw = device_hardware(device)
-    held = state_bytes(inner, backend, topology.data_ranks)
+    held = state_bytes(inner, backend, backend.domain or topology.data_ranks)
     if held >= hw.budget_bytes:
         raise ConfigError(
             f"cost='auto': {spec.name} holds {held / 1e9:.1f} GB of parameters, gradients and "
@@ -118,7 +118,10 @@ def device_hardware(device: torch.device) -> Hardware:
 
 
 def state_bytes(model: nn.Module, backend: Backend, ranks: int) -> int:
-    """Parameters, gradients and Adam state of one rank; frozen parameters have neither."""
+    """Parameters, gradients and Adam state of one rank; frozen parameters have neither.
+
+    ranks: over how many sharded parts are divided.
+    """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     element = max((p.element_size() for p in model.parameters()), default=4)

@@ -4,8 +4,9 @@ A wrapper decides when gradients and parameters cross ranks, and that decides wh
 
 * **Count policy** (`lockstep`): with `1` ranks may run different numbers of microbatches; with
   `all` every backward (or forward) holds a collective of all data ranks, so all run one microbatch
-  or one dummy in every slot. Equal counts alone are not enough: the members of a block must run it
-  in the same slot.
+  or one dummy in every slot; with `domain` those ranks do that share one copy of the parameters,
+  and other domains run other counts. Equal counts alone are not enough: the members of a block must
+  run it in the same slot.
 * **Recompute scope**: `placement`, or `slot` where recomputing gathers parameters again, so that
   all ranks of a slot must choose alike.
 * **Objective**: `max-of-sums` (each rank's own total counts) or `sum-of-maxima` (every slot waits
@@ -18,7 +19,7 @@ DeepSpeed engine is recognised by the name of its class.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -41,10 +42,11 @@ class Backend:
     averages: whether the wrapper divides the summed gradients by the number of data ranks.
     reduces: whether the wrapper reduces gradients at all (else the engine does).
     closing_dummy: whether the step ends with one dummy on every rank, in which the wrapper reduces.
+    domain: how many neighbouring data ranks share one copy of what is sharded; None: all.
     """
 
     name: str
-    lockstep: Literal["1", "all"] = "1"
+    lockstep: Literal["1", "domain", "all"] = "1"
     least_microbatches: int = 1
     recompute_scope: RecomputeScope = "placement"
     sharded: frozenset[Part] = frozenset()
@@ -52,10 +54,16 @@ class Backend:
     averages: bool = True
     reduces: bool = True
     closing_dummy: bool = False
+    domain: int | None = None
 
     @property
     def objective(self) -> Objective:
-        return "sum-of-maxima" if self.lockstep == "all" else "max-of-sums"
+        return "max-of-sums" if self.lockstep == "1" else "sum-of-maxima"
+
+    @property
+    def needed_lockstep(self) -> str:
+        """The smallest lockstep domain that cannot deadlock, as option `lockstep` takes it."""
+        return str(self.domain) if self.lockstep == "domain" else self.lockstep
 
     def whole(self, part: Part) -> bool:
         """Whether a rank holds the whole of a part while it runs a step's microbatches."""
@@ -106,6 +114,16 @@ BACKENDS: dict[str, Backend] = {
         # A parameter gather in every forward, backward and recomputation.
         Backend(name="zero3", lockstep="all", recompute_scope="slot", sharded=_ALL),
         Backend(name="fsdp2", lockstep="all", sharded=_ALL),
+        # Sharded inside a domain (a node), copied across domains: gathers and reduce-scatters stay
+        # inside, the copies are summed once per step. That waits for the other domains, so it is
+        # done where no rank is inside a block: in one dummy after the last microbatch.
+        Backend(
+            name="hsdp",
+            lockstep="domain",
+            sharded=_ALL,
+            least_microbatches=0,
+            closing_dummy=True,
+        ),
         # Parameters gathered once, gradients reduced once. Both happen where no rank is inside a
         # block: before the first microbatch and in one dummy after the last, else a rank in its
         # last backward would wait for a rank that waits for it in a block.
@@ -185,8 +203,9 @@ def detect(model: nn.Module, *, name: str | None = None) -> Backend:
         )
     _refuse(model)
     found = _found(model)
+    domain = hybrid_domain(model) if found in ("fsdp2", "fsdp2-keep", "hsdp") else None
     if name is None or name == found:
-        return BACKENDS[found]
+        return replace(BACKENDS[found], domain=domain)
     if name not in BACKENDS:
         raise AdapterError(f"backend {name!r} is unknown; known: {', '.join(BACKENDS)}")
     if name not in _ADMITS.get(found, ()):
@@ -194,13 +213,14 @@ def detect(model: nn.Module, *, name: str | None = None) -> Backend:
             f"backend {name!r} was asked, but the model is driven as {found!r}, which admits "
             f"{', '.join((found, *_ADMITS.get(found, ())))}"
         )
-    return BACKENDS[name]
+    return replace(BACKENDS[name], domain=domain)
 
 
 # What a user may ask for instead of what was found.
 _ADMITS: dict[str, tuple[str, ...]] = {
     "fsdp2": ("fsdp2-keep",),
     "fsdp2-keep": ("fsdp2",),
+    "hsdp": ("fsdp2", "fsdp2-keep"),
     "zero2": ("zero2-coalesced",),
 }
 
@@ -249,8 +269,33 @@ def _found(model: nn.Module) -> str:
         if isinstance(module, nn.parallel.DistributedDataParallel):
             return "ddp"
     if is_fsdp2(model):
-        return "fsdp2-keep" if _keeps_parameters(model) else "fsdp2"
+        if _keeps_parameters(model):
+            return "fsdp2-keep"
+        return "fsdp2" if hybrid_domain(model) is None else "hsdp"
     return "bare"
+
+
+def hybrid_domain(model: nn.Module) -> int | None:
+    """Ranks that share one copy of a model's parameters under HSDP, a mesh of (replicate, shard).
+
+    None where it is not that everywhere: one copy over all ranks, copies whose ranks are not
+    neighbours, a mesh of more dimensions, or a torch in which the microbatches of a step may reduce
+    different parameters of a group, whose partial sums could then not be added.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return None
+    found: set[int] = set()
+    for p in model.parameters():
+        if not isinstance(p, DTensor) or p.device_mesh.ndim != 2 or p.device_mesh.size(0) == 1:
+            return None
+        ranks = p.device_mesh.mesh.flatten().tolist()
+        if not p.placements[0].is_replicate() or ranks != sorted(ranks):
+            return None
+        found.add(p.device_mesh.size(1))
+    return found.pop() if len(found) == 1 else None
 
 
 def _zero_name(engine: Any) -> str:

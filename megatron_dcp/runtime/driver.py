@@ -246,6 +246,24 @@ class FSDP2Driver(Driver):
         """Nothing is left: each backward reduced its own gradients."""
 
 
+class HybridDriver(FSDP2Driver):
+    """`fully_shard` over a mesh of (replicate, shard): every microbatch gathers and reduces inside
+    its domain; a closing dummy of all ranks adds the domains up.
+    """
+
+    def begin(self, count: int) -> None:
+        super().begin(count)
+        for root in self._roots:
+            root.set_requires_all_reduce(False)
+
+    def end(self, close: Callable[[], Tensor] | None = None) -> None:
+        if close is None:
+            raise AdapterError(f"backend {self.backend.name} needs a closing dummy")
+        for root in self._roots:
+            root.set_requires_all_reduce(True)
+        super().backward(close())
+
+
 class FSDP2KeepDriver(FSDP2Driver):
     """`fully_shard`, keep: parameters are gathered once per step, gradients reduced once.
 
@@ -292,6 +310,7 @@ _LOCAL: dict[str, type[Driver]] = {
     "ddp": DDPDriver,
     "fsdp2": FSDP2Driver,
     "fsdp2-keep": FSDP2KeepDriver,
+    "hsdp": HybridDriver,
 }
 
 

@@ -83,12 +83,13 @@ class Engine:
             ranks_per_node=node_ranks(ranks_per_node, world.size),
             pipeline_stages=1 if stage_group is None else dist.get_world_size(stage_group),
         )
-        wanted = backend.lockstep if planner.lockstep == "auto" else planner.lockstep
-        self.lockstep = lockstep_ranks(wanted, self.topology)
-        if backend.lockstep == "all" and self.lockstep != world.size:
+        needed = lockstep_ranks(backend.needed_lockstep, self.topology)
+        auto = planner.lockstep == "auto"
+        self.lockstep = needed if auto else lockstep_ranks(planner.lockstep, self.topology)
+        if self.lockstep % needed:
             raise ConfigError(
                 f"lockstep {planner.lockstep!r} asked, but {backend.name} gathers parameters over "
-                "all ranks in every microbatch; use lockstep='auto' or 'all'"
+                f"{needed} ranks in every microbatch; use lockstep='auto' or 'all'"
             )
         self.log = EventLog(world, measure=runtime.measure)
         if plan_fn is None:

@@ -8,7 +8,7 @@ from megatron_dcp.testing.pool import WorkerPool
 
 CASE = "megatron_dcp.testing.cases.backends:backend_case"
 KINDS = ["bare", "ddp", "fsdp2", "fsdp2-root", "fsdp2-keep"]
-LOCKSTEP = {"fsdp2", "fsdp2-root", "hsdp"}
+LOCKSTEP = {"fsdp2", "fsdp2-root"}
 
 
 def check(results: list[dict], kind: str) -> None:
@@ -19,7 +19,8 @@ def check(results: list[dict], kind: str) -> None:
         assert r["backend"] == r["expected"]
         assert r["losses"] == results[0]["losses"]
     ranks = len(results)
-    assert {r["lockstep"] for r in results} == {ranks if kind in LOCKSTEP else 1}
+    domain = 2 if kind == "hsdp" else ranks if kind in LOCKSTEP else 1
+    assert {r["lockstep"] for r in results} == {domain}
     if kind in LOCKSTEP:
         assert len({tuple(r["counts"]) for r in results}) == 1
 
@@ -50,9 +51,10 @@ def test_rank_without_placements(pool2: WorkerPool, kind: str) -> None:
         assert results[1]["dummies"] == 2
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2-keep"])
-def test_clipping_after_the_reduction(pool2: WorkerPool, kind: str) -> None:
-    results = pool2.run(2, CASE, kind=kind, seed=7, max_grad_norm=0.3)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2-keep", "hsdp"])
+def test_clipping_after_the_reduction(pools: dict[int, WorkerPool], kind: str) -> None:
+    ranks = 4 if kind == "hsdp" else 2
+    results = pools[ranks].run(ranks, CASE, kind=kind, seed=7, max_grad_norm=0.3)
     check(results, kind)
 
 

@@ -57,3 +57,37 @@ def test_fsdp2_that_keeps_parameters_runs_unequal_counts(pool: WorkerPool, optio
     results = pool.run(4, CASE, seed=1, wrapper="fsdp2", backend="fsdp2-keep", **OPTIONS[option])
     check(results)
     assert len({r["microbatches"] for r in results}) > 1
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_hsdp_keeps_step_inside_a_node_alone(pool: WorkerPool, option: str) -> None:
+    """2 nodes x 2 ranks: parameters are sharded inside a node, nodes run other counts."""
+    results = pool.run(4, CASE, seed=5, wrapper="hsdp", ranks_per_node=2, **OPTIONS[option])
+    check(results)
+    assert {r["lockstep"] for r in results} == {2}
+    counts = [r["microbatches"] for r in results]
+    assert counts[0] == counts[1], "equal inside a node"
+    assert counts[2] == counts[3]
+
+
+@pytest.mark.parametrize("strategy", [None, "dcp", "static"])
+def test_hsdp_blocks_across_nodes(pool: WorkerPool, strategy: str | None) -> None:
+    """Samples on one rank, on a node and on both nodes in one step."""
+    seen, uneven = set(), False
+    for seed in range(4):
+        results = pool.run(
+            4, CASE, seed=seed, wrapper="hsdp", ranks_per_node=2, strategy=strategy, longest=400
+        )
+        check(results)
+        seen |= set(results[0]["degrees"])
+        uneven |= results[0]["microbatches"] != results[2]["microbatches"]
+    if strategy is None:
+        assert seen == {1, 2, 4}
+        assert uneven, "nodes that run different numbers of microbatches"
+
+
+def test_hsdp_driven_as_fsdp2_keeps_all_ranks_in_step(pool: WorkerPool) -> None:
+    results = pool.run(4, CASE, seed=5, wrapper="hsdp", backend="fsdp2")
+    check(results)
+    assert {r["lockstep"] for r in results} == {4}
+    assert len({r["microbatches"] for r in results}) == 1

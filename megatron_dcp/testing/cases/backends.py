@@ -127,7 +127,7 @@ def _wrap_torch(kind: str, model: nn.Module) -> tuple[nn.Module, str]:
         for layer in model.layers:  # type: ignore[union-attr]
             fully_shard(layer, mesh=mesh, reshard_after_forward=not keep)
     fully_shard(model, mesh=mesh, reshard_after_forward=not keep)
-    return model, "fsdp2-keep" if keep else "fsdp2"
+    return model, "fsdp2-keep" if keep else kind.partition("-")[0]
 
 
 def zero_config(kind: str, max_grad_norm: float | None = None) -> dict[str, Any]:

@@ -103,6 +103,7 @@ def gradient_case(
     longest: int = 40,
     backend: str | None = None,
     planes: list[list[int]] | None = None,
+    ranks_per_node: int | None = None,
     compiled: bool = False,
 ) -> dict[str, Any]:
     """Gradient error of one step of this rank's parameters, and the loss error."""
@@ -121,6 +122,7 @@ def gradient_case(
         normalize=normalize,
         lockstep=lockstep,
         backend=backend,
+        ranks_per_node=ranks_per_node,
         plan_ahead=0,
         world=world,
     )
@@ -135,6 +137,8 @@ def gradient_case(
         "where": where,
         "loss_error": abs(loss - expected) / max(abs(expected), 1e-300),
         "loss": loss,
+        "lockstep": engine.lockstep,
+        "degrees": sorted({p.degree for p in step.plan.placements}),
         "microbatches": len(step),
         "dummies": sum(mb.dummy for mb in step.microbatches),
         "schemes": sorted({mb.placement.scheme for mb in step.microbatches}),
@@ -144,15 +148,21 @@ def gradient_case(
 
 
 def wrap(model: nn.Module, wrapper: str) -> nn.Module:
-    """The model as a user would wrap it."""
+    """The model as a user would wrap it; hsdp: copies on every two ranks."""
     if wrapper == "ddp":
         return DistributedDataParallel(model) if dist.is_initialized() else model
-    if wrapper == "fsdp2":
+    if wrapper in ("fsdp2", "hsdp"):
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
+        size = dist.get_world_size()
+        if wrapper == "hsdp":
+            mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+        else:
+            mesh = init_device_mesh("cpu", (size,))
         for layer in model.layers:  # type: ignore[union-attr]
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
     return model
 
 
