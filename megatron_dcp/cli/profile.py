@@ -47,8 +47,10 @@ class ProfileOptions:
     memory_gb: float | None = None
     """Budget per rank that the profile carries, 1e9 bytes; default 90 % of the device's."""
     repeats: int = 5
+    rounds: int = 3
+    """How often the grid is measured while --limit-s lasts; every case keeps its best."""
     limit_s: float = 120.0
-    """After this time every case runs once only."""
+    """After this time no further round begins, and in the first every case runs once only."""
     clock: Literal["wall", "cpu"] = "wall"
     """cpu: processor time in cases without communication, for a shared machine."""
     device: str = "auto"
@@ -62,10 +64,11 @@ def main(argv: list[str]) -> int:
     options = tyro.cli(ProfileOptions, args=argv, prog="mdcp profile", description=__doc__)
     if options.out.suffix != ".json":
         raise ConfigError(f"--out {options.out}: a profile file ends in .json")
-    if options.max_tokens < 1 or options.repeats < 1:
-        raise ConfigError(
-            f"--max-tokens {options.max_tokens} --repeats {options.repeats}: use at least 1"
-        )
+    for name in ("max_tokens", "repeats", "rounds"):
+        if getattr(options, name) < 1:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {getattr(options, name)}; use at least 1"
+            )
     if options.memory_gb is not None:
         budget_bytes(options.memory_gb)
     check_folder(options.out.absolute().parent)
@@ -99,7 +102,7 @@ def profile(options: ProfileOptions) -> int:
         world, subject, Topology(data_ranks=world.size, ranks_per_node=local),
         name=options.name or options.model.replace(":", "-").replace("/", "-"),
         max_tokens=options.max_tokens, points_file=points, repeats=options.repeats,
-        limit_s=options.limit_s, clock=options.clock,
+        rounds=options.rounds, limit_s=options.limit_s, clock=options.clock,
         budget_bytes=_budget(options.memory_gb, device), progress=_bar,
     )  # fmt: skip
     check_same(world, fitted)

@@ -70,8 +70,9 @@ def grid(
 ) -> list[Case]:
     """Cases of both depths: single samples and packs up to max_tokens per rank, smallest first.
 
-    modes: degree -> schemes to measure. Recompute of all layers is measured at degree 1, and
-    at the larger depth; schemes at the larger depth.
+    modes: degree -> schemes to measure. Recompute of all layers is measured at degree 1, at the
+    larger depth, in packs of at least a quarter of max_tokens: plans recompute where memory is
+    full. Schemes are measured at the larger depth.
     """
     small, large = depths or default_depths(layers)
     if not 1 <= small < large <= layers:
@@ -84,7 +85,7 @@ def grid(
     packs: list[tuple[int, ...]] = [(n,) for n in sizes]
     packs += [(n // k,) * k for n in (sizes[1], sizes[3], sizes[4]) for k in (4, 16)]
     cases = [Case(depth=d, lengths=p) for d in (small, large) for p in packs]
-    recomputed = [*packs[1:5], *packs[-3:]]
+    recomputed = [*packs[2:5], *packs[-4:]]
     cases += [Case(depth=large, lengths=p, recompute=large) for p in recomputed]
     shared = [packs[1], packs[3], packs[4], packs[-1]]
     for degree, schemes in modes.items():

@@ -27,6 +27,22 @@ def test_all_ranks_fit_one_profile_and_a_second_call_measures_nothing(
     assert again[0]["profile"] == first[0]["profile"]
 
 
+def test_a_second_round_keeps_the_best_of_each_case(pool: WorkerPool, tmp_path: Path) -> None:
+    file = tmp_path / "p.points.jsonl"
+    first = pool.run(2, CASE, points=str(file), rounds=2)
+    assert first[0]["profile"] == first[1]["profile"]
+    measured = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    times: dict[str, list[float]] = {}
+    for m in measured:
+        times.setdefault(json.dumps(m["case"]), []).append(m["time_us"])
+    assert len(measured) > len(times), "some case was faster in the second round"
+    assert all(t == sorted(t, reverse=True) for t in times.values())
+    assert json.loads(first[0]["profile"])["fit"]["points"] == len(times)
+    again = pool.run(2, CASE, points=str(file), rounds=2)
+    assert [r["ran"] for r in again] == [0, 0]
+    assert again[0]["profile"] == first[0]["profile"]
+
+
 def test_one_rank_out_of_memory_is_agreed_by_all_and_rules_out_larger_cases(
     pool: WorkerPool, tmp_path: Path
 ) -> None:

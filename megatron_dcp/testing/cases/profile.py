@@ -30,7 +30,9 @@ def small_subject() -> Subject:
     )
 
 
-def profile_case(*, points: str, oom_rank: int = -1, oom_tokens: int = 0) -> dict[str, Any]:
+def profile_case(
+    *, points: str, oom_rank: int = -1, oom_tokens: int = 0, rounds: int = 1
+) -> dict[str, Any]:
     """Profile the small model; `oom_rank` runs out of memory at `oom_tokens` per rank."""
     world, ran = cached_world(), 0
 
@@ -42,7 +44,7 @@ def profile_case(*, points: str, oom_rank: int = -1, oom_tokens: int = 0) -> dic
 
     fitted = profile_model(
         world, small_subject(), Topology(data_ranks=world.size, ranks_per_node=world.size),
-        name="small", max_tokens=128, points_file=Path(points), repeats=1, fail=fail,
+        name="small", max_tokens=128, points_file=Path(points), repeats=1, rounds=rounds, fail=fail,
     )  # fmt: skip
     check_same(world, fitted)
     return {"profile": dumps(fitted.profile), "ran": ran, "errors": fitted.errors}

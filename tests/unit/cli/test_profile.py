@@ -46,6 +46,7 @@ def test_one_process_profiles_a_function_and_writes_a_figure(tmp_path, capsys):
         (["--model", "bert", "--out", "p.json"], "package.module:function"),
         (["--model", "no.such:thing", "--out", "p.json"], "no"),
         (["--model", "gpt", "--out", "p.json", "--layers", "blocks"], "lists are at"),
+        (["--model", "gpt", "--out", "p.json", "--rounds", "0"], "--rounds is 0"),
     ],
 )
 def test_bad_usage_exits_2(args, words, tmp_path, monkeypatch, capsys):
@@ -58,7 +59,7 @@ def test_bad_usage_exits_2(args, words, tmp_path, monkeypatch, capsys):
 def test_points_cut_by_an_interrupt_are_resumed_and_other_damage_is_named(tmp_path, capsys):
     out = tmp_path / "p.json"
     args = ["profile", "--model", "megatron_dcp.testing.models:narrow_gpt", "--max-tokens", "64",
-            "--repeats", "1", "--clock", "cpu", "--out", str(out)]  # fmt: skip
+            "--repeats", "1", "--rounds", "1", "--clock", "cpu", "--out", str(out)]  # fmt: skip
     points = out.with_suffix(".points.jsonl")
     assert main(args) == 0
     whole = points.read_bytes()
