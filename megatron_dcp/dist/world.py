@@ -2,15 +2,17 @@
 
 Communicators are few and cannot deadlock:
 
-* One group of all data ranks (and with several planes one of all processes, for agreement) is made at construction and carries agreement, gradient reduction and
-  all point-to-point traffic (rings). It is our own, never the trainer's: DDP may have all-reduces
+* One group of all data ranks (and with several planes one of all processes, for agreement) is made
+  at construction and carries agreement, gradient reduction and all point-to-point traffic (rings).
+  It is our own, never the trainer's: DDP may have all-reduces
   under way on its group, in an order of its own, while a ring step runs.
 * All-to-all groups exist for the blocks that plans use: never of size 1, at most a node wide, made
-  when a plan first needs them and kept. `torch.distributed.new_group` must be called by every rank
+  when a plan first needs them and kept within a budget; beyond it those go that no step has used
+  for longest. `torch.distributed.new_group` must be called by every rank
   (its local form derives the group's name from how many groups a rank has, which differs between
   ranks here, and then never meets). Therefore **all** ranks of **all** planes create **all** groups
   of a step, at the step's start, after the digests agreed, in plan order. Equal plans give equal
-  caches, so all ranks always agree on what is missing.
+  caches, so all ranks always agree on what is missing and on what goes.
 
 Planes: with TP or PP there are several DP x CP planes that run the same plan; `planes` lists the
 global ranks of each, the same list on every process.
@@ -33,6 +35,7 @@ Block = tuple[int, int]  # first data rank, number of ranks
 class DataWorld:
     """rank: this process' data rank; size: number of data ranks; device: where collectives run.
 
+    group_budget: how many all-to-all groups a rank is kept in; what one step needs may exceed it.
     alone: a world of this rank only, whatever process group exists; it makes no collective.
     """
 
@@ -42,8 +45,12 @@ class DataWorld:
         planes: Sequence[Sequence[int]] | None = None,
         device: torch.device | str | None = None,
         timeout_s: float | None = None,
+        group_budget: int = 16,
         alone: bool = False,
     ) -> None:
+        if group_budget < 1:
+            raise ConfigError(f"group_budget={group_budget}: use at least 1")
+        self.group_budget = group_budget
         self.wire = Wire()
         self.timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         self.device = torch.device(device if device is not None else "cpu")
@@ -104,16 +111,28 @@ class DataWorld:
         return mine
 
     def ensure_groups(self, blocks: Iterable[Block]) -> int:
-        """Create the missing groups, in the order given; every rank must call it alike.
+        """Create the missing groups of a step, in the order given; every rank must call it alike,
+        between steps.
 
         Returns how many were created. Blocks of one rank need none.
         """
-        made = 0
-        for block in blocks:
-            if block[1] > 1 and block not in self._groups:
-                self._groups[block] = self._new_group(block)
-                made += 1
-        return made
+        needed = [b for b in dict.fromkeys(blocks) if b[1] > 1]
+        for block in needed:  # least recently used first
+            if block in self._groups:
+                self._groups[block] = self._groups.pop(block)
+        missing = [b for b in needed if b not in self._groups]
+        while missing and self._fullest([*self._groups, *missing]) > self.group_budget:
+            oldest = next(iter(self._groups), None)
+            if oldest is None or oldest in needed:
+                break
+            dist.destroy_process_group(self._groups.pop(oldest))
+        for block in missing:
+            self._groups[block] = self._new_group(block)
+        return len(missing)
+
+    def _fullest(self, blocks: Sequence[Block]) -> int:
+        """Most of these blocks that any data rank is in: the same number on every rank."""
+        return max(sum(first <= r < first + n for first, n in blocks) for r in range(self.size))
 
     def block_group(self, first_rank: int, size: int) -> dist.ProcessGroup:
         """The all-to-all group of a block that `ensure_groups` has made."""

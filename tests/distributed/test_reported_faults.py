@@ -95,6 +95,20 @@ def test_07_communicators_eat_memory(pool: WorkerPool) -> None:
         assert r["communicators"] <= 1 + 2 + 3 + 1
 
 
+def test_07_groups_beyond_a_budget_go_and_come_back(pool: WorkerPool) -> None:
+    """Two groups of a rank stay besides the data group; the least recently used one goes."""
+    pair, pairs, whole = [[0, 2]], [[0, 2], [2, 2]], [[0, 4]]
+    three, needs_three = [[1, 3]], [[0, 2], [0, 3], [0, 4]]
+    steps = [pair, whole, pairs, three, pairs, whole, needs_three]
+    case = "megatron_dcp.testing.cases.groups:group_budget_case"
+    results = pool.run(4, case, budget=2, steps=steps)
+    for r in results:
+        assert [step["made"] for step in r] == [1, 1, 1, 1, 0, 1, 1]
+        assert all(size == total for step in r for size, total in step["sums"])
+        assert max(step["communicators"] for step in r[:-1]) <= 1 + 2
+    assert results[0][-1]["communicators"] == 1 + 3, "what one step needs is there"
+
+
 @pytest.mark.parametrize("ranks", [3, 6])
 def test_08_rank_counts_that_are_not_powers_of_two(pool: WorkerPool, ranks: int) -> None:
     assert all(r["error"] <= 1e-10 for r in pool.run(ranks, GRADIENTS, seed=ranks, samples=8))
