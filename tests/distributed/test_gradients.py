@@ -21,6 +21,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "all-but-one-masked": {"masked": 0.97},
     "idle-rank": {"idle_rank": True},
     "sample-normalized": {"normalize": "sample", "masked": 0.3},
+    "weighted": {"weighted": True, "masked": 0.2},
+    "weighted-samples": {"weighted": True, "normalize": "sample"},
     "lockstep": {"lockstep": "all"},
     "few-samples": {"samples": 2},
     "one-kv-head": {"heads": 8, "kv_heads": 1},

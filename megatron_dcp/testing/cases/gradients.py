@@ -22,9 +22,12 @@ from megatron_dcp.testing.plans import random_plan, tiny_profile
 
 
 class Samples:
-    """Random token samples; `masked`: the share of labels without weight."""
+    """Random token samples; `masked`: the share of labels without weight; `weighted`: tokens and
+    samples weigh differently."""
 
-    def __init__(self, lengths: list[int], seed: int, *, masked: float = 0.0) -> None:
+    def __init__(
+        self, lengths: list[int], seed: int, *, masked: float = 0.0, weighted: bool = False
+    ) -> None:
         self.lengths = lengths
         self.items: list[dict[str, Tensor]] = []
         g = torch.Generator().manual_seed(seed)
@@ -32,7 +35,11 @@ class Samples:
             ids = torch.randint(0, 64, (n,), generator=g)
             labels = ids.clone()
             labels[torch.rand(n, generator=g) < masked] = -100
-            self.items.append({"input_ids": ids, "labels": labels})
+            item = {"input_ids": ids, "labels": labels}
+            if weighted:
+                item["weights"] = torch.rand(n, generator=g, dtype=torch.float64)
+                item["sample_weight"] = 3 * torch.rand((), generator=g, dtype=torch.float64)
+            self.items.append(item)
 
     def __len__(self) -> int:
         return len(self.items)
@@ -54,11 +61,15 @@ def reference_step(
     total = torch.zeros((), dtype=torch.float64)
     weight = 0.0
     for i in indices:
-        ids, labels = samples[i]["input_ids"], samples[i]["labels"].clone()
+        item = samples[i]
+        ids, labels = item["input_ids"], item["labels"].clone()
         labels = torch.cat([labels[1:], torch.tensor([-100])])
         weights = (labels != -100).double()
+        if "weights" in item:
+            weights *= torch.cat([item["weights"][1:], torch.zeros(1)])
         if normalize == "sample" and weights.sum():
             weights /= weights.sum()
+        weights *= float(item.get("sample_weight", 1.0))
         logits = model(ids, torch.arange(len(ids)), dense_causal)
         total = total + weighted_loss_sum(logits, labels, weights)
         weight += float(weights.sum())
@@ -93,6 +104,7 @@ def gradient_case(
     seed: int,
     samples: int = 9,
     masked: float = 0.0,
+    weighted: bool = False,
     idle_rank: bool = False,
     wrapper: str = "bare",
     strategy: str | None = None,
@@ -107,7 +119,7 @@ def gradient_case(
     compiled: bool = False,
 ) -> dict[str, Any]:
     """Gradient error of one step of this rank's parameters, and the loss error."""
-    data = Samples(random_lengths(seed, samples, longest), seed, masked=masked)
+    data = Samples(random_lengths(seed, samples, longest), seed, masked=masked, weighted=weighted)
     model = TinyModel(seed=seed, heads=heads, kv_heads=kv_heads)
     reference_model = TinyModel(seed=seed, heads=heads, kv_heads=kv_heads)
     world = cached_world() if planes is None else DataWorld(planes=planes, timeout_s=90)
