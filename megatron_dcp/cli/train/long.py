@@ -32,6 +32,7 @@ from megatron_dcp.runtime.checkpoint import (
 )
 from megatron_dcp.runtime.oom import RESTARTED
 from megatron_dcp.runtime.preempt import STOP_STATUS
+from megatron_dcp.runtime.step import Microbatch
 
 
 def train_long(
@@ -67,11 +68,19 @@ def train_long(
         say(
             f"resumed after {found} steps" if found is not None else "no checkpoint: from the start"
         )
+
+    def loss_of(mb: Microbatch) -> torch.Tensor:
+        return loss_sum(model(**mb.inputs), mb.labels)
+
+    if options.dry_run:
+        peak = loader.dry_run(loss_of)
+        engine.take_events()
+        say("dry run of the heaviest step: " + (f"{peak / 1e6:.0f} MB" if peak else "it fits"))
     log = StepLog(options.out / "steps.jsonl", engine.world, after=loader.position)
     metrics = RunMetrics(options, engine) if options.measured else None
     while loader.position < len(loader) and not engine.stop_requested:
         for step in loader:
-            loss = step.run(lambda mb: loss_sum(model(**mb.inputs), mb.labels))
+            loss = step.run(loss_of)
             log.write(step, loss)
             say(f"step {step.index}: loss {loss:.5f}")
             if metrics is not None:

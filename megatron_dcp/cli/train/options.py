@@ -93,6 +93,10 @@ class TrainOptions:
     """Let measured microbatches correct the cost profile; a correction is adopted only when a
     checkpoint is written, as a new version OUT/cost-DIGEST.json (--train-steps)."""
 
+    dry_run: bool = True
+    """Before training run the heaviest step that the data can give, and forget it: what would run
+    out of memory hours later does so now (--train-steps)."""
+
     watchdog_s: float = 300.0
     """A rank that waits longer than this inside a step ends the job and says for whom."""
 
