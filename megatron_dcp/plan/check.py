@@ -205,9 +205,37 @@ INVARIANTS: tuple[Callable[[StepPlan], None], ...] = (
 )
 
 
+# A plan made elsewhere may state times and bytes of its own, but not a step that cannot be run.
+RUNNABLE: tuple[Callable[[StepPlan], None], ...] = (
+    covers_every_sample_once,
+    order_has_no_cyclic_wait,
+    blocks_are_disjoint_within_a_slot,
+    lockstep_slots_match,
+    recompute_scope_respected,
+)
+
+
 def check_plan(plan: StepPlan, heads: HeadLimits | None = None) -> StepPlan:
     """Run every invariant; returns the plan, or raises PlanError naming the broken one."""
     respects_degree_limits(plan, heads)
     for invariant in INVARIANTS:
         invariant(plan)
+    return plan
+
+
+def check_runnable(plan: StepPlan, heads: HeadLimits | None = None) -> StepPlan:
+    """What a runtime asks of a plan from anywhere; returns it, or raises PlanError.
+
+    All that could hang ranks or lose a sample: degrees and heads, coverage, blocks, order,
+    lockstep, scope of recomputation. Fused groups are simulated but not run (docs/log.md).
+    """
+    respects_degree_limits(plan, heads)
+    for invariant in RUNNABLE:
+        invariant(plan)
+    for p in plan.placements:
+        if p.fused:
+            raise PlanError(
+                f"{_name(p)} is `fused`: this runtime runs every placement in a forward of its "
+                "own; make the plan without fused groups"
+            )
     return plan

@@ -28,6 +28,7 @@ from megatron_dcp.dispatch import (
 from megatron_dcp.dist import DataWorld, PlanPost
 from megatron_dcp.errors import ConfigError, MdcpError, PlanError
 from megatron_dcp.plan import StepPlan, Topology, Workload, dumps, loads
+from megatron_dcp.plan.check import check_runnable
 from megatron_dcp.planner import PlanRequest
 from megatron_dcp.runtime.eventlog import now_us
 from megatron_dcp.runtime.oversize import fit_samples
@@ -194,7 +195,7 @@ class StepPreparer:
                 f"the backend needs domains of {s.lockstep}: running it would deadlock",
                 invariant="lockstep_slots_match",
             )
-        prepared.plan = plan
+        prepared.plan = check_runnable(plan, s.profile.head_limits)
 
     def _request(self, lengths: Sequence[int], prepared: Prepared, s: PlanSettings) -> PlanRequest:
         shapes = self.shapes

@@ -15,6 +15,7 @@ from megatron_dcp.plan import (
     check_plan,
     makespan_us,
 )  # fmt: skip
+from megatron_dcp.plan.check import check_runnable
 
 
 def place(slot, first, degree, samples, **more):
@@ -170,3 +171,28 @@ def test_topology_says_what_is_wrong(kwargs, text):
 def test_lengths_are_positive_integers(bad):
     with pytest.raises(ConfigError, match="sample 1"):
         Workload(lengths=(4, bad))
+
+
+def test_a_runtime_takes_plans_with_times_of_their_own():
+    check_runnable(replace(plan_of(*GOOD), makespan_us=7, budget_bytes=0))
+
+
+@pytest.mark.parametrize(
+    ("message", "placements", "more"),
+    [
+        ("sample 3 is placed 0 times", GOOD[:2], {}),
+        ("rank 1 is in placement", (place(0, 0, 2, (0, 1)), place(0, 1, 1, (2, 3))), {}),
+        ("heads", (place(0, 0, 3, (0, 1, 2, 3)),), {"node": 3, "ranks": 3}),
+        ("do not tile", GOOD, {"lockstep": 3}),
+    ],
+)
+def test_a_runtime_refuses_what_it_cannot_run(message, placements, more):
+    with pytest.raises(PlanError, match=message):
+        check_runnable(plan_of(*placements, **more), HeadLimits(heads=8, kv_heads=2))
+
+
+def test_a_runtime_refuses_fused_groups_by_name():
+    plan = plan_of(place(0, 0, 4, (0, 1, 2), fused=True), place(0, 3, 1, (3,), fused=True))
+    check_plan(plan)
+    with pytest.raises(PlanError, match=r"slot 0, ranks 0..3\) is `fused`.*forward of its own"):
+        check_runnable(plan)

@@ -11,6 +11,7 @@ import torch
 
 import megatron_dcp as mdcp
 from megatron_dcp.errors import ConfigError, NonFiniteLossError, PlanError
+from megatron_dcp.plan import Placement
 from megatron_dcp.runtime import Engine
 from megatron_dcp.testing.models import TinyModel, weighted_loss_sum
 from megatron_dcp.testing.plans import finish_plan, tiny_profile
@@ -168,8 +169,6 @@ def test_max_length_clips() -> None:
 
 def test_a_plan_that_recomputes_more_than_the_model_has_is_refused() -> None:
     def make(request: Any) -> Any:
-        from megatron_dcp.plan import Placement
-
         placement = Placement(slot=0, first_rank=0, degree=1, samples=(0,), recompute=2)
         return finish_plan(request, [placement])
 
@@ -181,6 +180,20 @@ def test_a_plan_that_recomputes_more_than_the_model_has_is_refused() -> None:
     e.wrap_layers(model.layers)
     with pytest.raises(ConfigError, match=r"recomputes 2 layers .layers., the model has 1"):
         next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [({"fused": True}, "is `fused`"), ({"samples": (0,)}, "sample 1 is placed 0 times")],
+)
+def test_a_plan_of_the_users_is_checked_before_it_runs(change: dict[str, Any], words: str) -> None:
+    def make(request: Any) -> Any:
+        plan = finish_plan(request, [Placement(slot=0, first_rank=0, degree=1, samples=(0, 1))])
+        return replace(plan, placements=(replace(plan.placements[0], **change),))
+
+    e = mdcp.initialize(TinyModel(), cost=tiny_profile(), plan_fn=make)
+    with pytest.raises(PlanError, match=words):
+        next(iter(e.dataloader(Texts([4, 5]), global_batch_size=2, lengths="lengths")))
 
 
 def test_a_checkpoint_of_another_strategy_or_profile_is_refused() -> None:
