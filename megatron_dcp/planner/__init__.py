@@ -6,6 +6,7 @@ from megatron_dcp.cost import resolve
 from megatron_dcp.plan import StepPlan, Topology, Workload
 from megatron_dcp.planner import baselines as _baselines  # noqa: F401  (registers them)
 from megatron_dcp.planner import dcp as _dcp  # noqa: F401
+from megatron_dcp.planner.override import with_scheme
 from megatron_dcp.planner.registry import (
     Draft,
     PlanRequest,
@@ -23,6 +24,7 @@ __all__ = [
     "make_plan",
     "register",
     "strategy_names",
+    "with_scheme",
 ]
 
 

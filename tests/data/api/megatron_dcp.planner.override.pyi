@@ -1,0 +1,3 @@
+from dataclasses import dataclass, field
+
+def with_scheme(plan: StepPlan, request: PlanRequest, scheme: str) -> StepPlan: ...
