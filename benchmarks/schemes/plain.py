@@ -4,11 +4,16 @@ One causal sample, equal contiguous shards, torch's fused attention. Ulysses: th
 before (KV heads repeated to the query heads) and one after. Ring: blocking sends of K and V, one
 block of attention a step, partial results merged by their log-sum-exp.
 
+`waited` adds up the seconds that a rank spent in messages, all of them exposed.
+
 Shape legend: t local tokens, n ranks, H heads, D head dim; torch's kernels take [1, H, t, D].
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,20 +25,33 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
+waited = [0.0]
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    begin = time.perf_counter()
+    yield
+    waited[0] += time.perf_counter() - begin
+
+
+def _all_to_all(x: Tensor) -> Tensor:
+    out, send = torch.empty_like(x), x.contiguous()
+    with _waiting():
+        dist.all_to_all_single(out, send)
+    return out
+
+
 class _AllToAll(torch.autograd.Function):
     """[n, t, h, D] -> [n, t, h, D]: slice j goes to rank j."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x.contiguous())
-        return out
+        return _all_to_all(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        out = torch.empty_like(grad)
-        dist.all_to_all_single(out, grad.contiguous())
-        return out
+        return _all_to_all(grad)
 
 
 def plain_ulysses(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -55,10 +73,12 @@ def _pass_on(tensors: list[Tensor]) -> list[Tensor]:
     """Send to the next rank, receive from the one before, wait."""
     n, me = dist.get_world_size(), dist.get_rank()
     got = [torch.empty_like(x) for x in tensors]
-    works = [dist.isend(x.contiguous(), (me + 1) % n) for x in tensors]
-    works += [dist.irecv(x, (me - 1) % n) for x in got]
-    for w in works:
-        w.wait()
+    send = [x.contiguous() for x in tensors]
+    with _waiting():
+        works = [dist.isend(x, (me + 1) % n) for x in send]
+        works += [dist.irecv(x, (me - 1) % n) for x in got]
+        for w in works:
+            w.wait()
     return got
 
 
