@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -27,3 +27,11 @@ def gradient_error(
         if not error <= worst:  # NaN counts as worse
             worst, where = error, name
     return worst, where
+
+
+def rms_errors(squares: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
+    """Per tensor sqrt(sum of (g - g_ref)^2 / sum of g_ref^2), from both sums of every rank."""
+    return {
+        name: (sum(s[name][0] for s in squares) / sum(s[name][1] for s in squares)) ** 0.5
+        for name in squares[0]
+    }

@@ -15,10 +15,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def rotate(x: Tensor, position_ids: Tensor) -> Tensor:
-    """RoPE of x [t, heads, D] at explicit positions [t]."""
+    """RoPE of x [t, heads, D] at explicit positions [t], or [t, axes] (frequencies take turns)."""
     dim = x.shape[-1]
     frequency = 100.0 ** (-torch.arange(0, dim, 2, dtype=x.dtype) / dim)
-    angle = position_ids.to(x.dtype)[:, None, None] * frequency
+    positions = position_ids[:, None] if position_ids.dim() == 1 else position_ids
+    axis = torch.arange(dim // 2) % positions.shape[1]
+    angle = (positions[:, axis].to(x.dtype) * frequency)[:, None]
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
 
@@ -45,7 +47,7 @@ class TinyLayer(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """Packed ids [t] and positions [t] -> logits [t, vocab]. Seeded, float64 by default."""
+    """Packed ids [t], positions [t] or [t, axes] -> logits [t, vocab]. Seeded, float64."""
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from megatron_dcp.testing.pool import WorkerPool
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Workers are started as tests need them and live until the session ends."""
-    workers = WorkerPool(limit=12)
+    workers = WorkerPool(limit=24)
     yield workers
     workers.close()
 

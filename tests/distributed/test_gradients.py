@@ -57,6 +57,18 @@ def test_rank_counts_that_are_no_powers_of_two(pool: WorkerPool, ranks: int) -> 
     check(pool.run(ranks, CASE, seed=ranks, samples=12))
 
 
+def test_these_plans_mix_schemes_within_one_step_and_recompute(pool: WorkerPool) -> None:
+    mixes, recomputed = [], 0
+    for seed in range(4):
+        results = pool.run(4, CASE, seed=seed, samples=16)
+        check(results)
+        mixes.append({s for r in results for s in r["schemes"]})
+        recomputed = max(recomputed, *(r["recomputed"] for r in results))
+    assert max(len(m) for m in mixes) >= 4, mixes
+    assert set().union(*mixes) == {"local", "ulysses", "ring", "allgather", "hybrid"}
+    assert recomputed > 0
+
+
 def test_an_idle_rank_has_no_placement_and_runs_a_dummy_under_ddp(pool: WorkerPool) -> None:
     bare = pool.run(4, CASE, seed=0, idle_rank=True)
     ddp = pool.run(4, CASE, seed=0, idle_rank=True, wrapper="ddp")

@@ -32,6 +32,11 @@ def take(x: Tensor, spans: tuple[Span, ...], starts: list[int]) -> Tensor:
     return torch.cat([x[:0], *parts])
 
 
+def inner_blocks(first_rank: int, degree: int, inner: int) -> list[tuple[int, int]]:
+    """The all-to-all blocks of a placement: (first rank, size)."""
+    return [(first_rank + o * inner, inner) for o in range(degree // inner)]
+
+
 def block_context(
     world: DataWorld,
     lengths: list[int],
@@ -40,13 +45,14 @@ def block_context(
     documents: list[list[int]] | None = None,
     prefix: list[int] | None = None,
     degree: int | None = None,
+    first_rank: int = 0,
 ) -> PlacementContext:
-    """A placement of all ranks of the world (or the first `degree`)."""
+    """A placement of all ranks of the world, or of `degree` of them whose groups are there."""
     degree = degree or world.size
-    world.ensure_groups([(o * inner, inner) for o in range(degree // inner)])
+    world.ensure_groups(inner_blocks(first_rank, degree, inner))
     placement = Placement(
         slot=0,
-        first_rank=0,
+        first_rank=first_rank,
         degree=degree,
         samples=tuple(range(len(lengths))),
         scheme=scheme,
@@ -68,11 +74,21 @@ def scheme_error(
     prefix: list[int] | None = None,
     dtype: str = "float64",
     softcap: float = 0.0,
+    degree: int | None = None,
+    first_rank: int = 0,
     **mask: Any,
-) -> dict[str, Any]:
-    """Errors of out, dq, dk, dv of the local shard, and the bytes this rank sent."""
+) -> dict[str, Any] | None:
+    """Errors of out, dq, dk, dv of the local shard, and the bytes this rank sent.
+
+    degree, first_rank: a block of fewer ranks than the world; the others give None. squares: per
+    tensor the sums of squares of the error and of the reference.
+    """
     world = cached_world()
-    ctx = block_context(world, lengths, scheme, inner, documents, prefix)
+    degree = degree or world.size
+    world.ensure_groups(inner_blocks(first_rank, degree, inner))  # by the others as well
+    if not first_rank <= world.rank < first_rank + degree:
+        return None
+    ctx = block_context(world, lengths, scheme, inner, documents, prefix, degree, first_rank)
     generator = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     shape = {"q": heads, "k": kv_heads, "v": kv_heads, "dout": heads}
@@ -100,14 +116,18 @@ def scheme_error(
     if ctx.filler:
         mine = {n: torch.zeros(1, *x.shape[1:], dtype=x.dtype) for n, x in mine.items()}
     error, where = gradient_error({n: x.double() for n, x in found.items()}, mine)
-    absolute = max(float((found[n].double() - mine[n]).abs().max()) for n in mine)
+    squares = {n: [_squares(found[n].double() - x), _squares(x)] for n, x in mine.items()}
     return {
         "error": error,
         "where": where,
-        "absolute": absolute,
+        "squares": squares,
         "tokens": ctx.tokens,
         "sent": sent,
     }
+
+
+def _squares(x: Tensor) -> float:
+    return float(x.square().sum())
 
 
 def _grad(x: Tensor) -> Tensor:

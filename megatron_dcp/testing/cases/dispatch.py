@@ -18,7 +18,10 @@ from megatron_dcp.testing.cases.gradients import random_lengths
 from megatron_dcp.testing.models import TinyModel
 from megatron_dcp.testing.plans import plan_request, random_plan, tiny_profile
 
-DTYPES = ("int64", "int32", "uint8", "bool", "bfloat16", "float16", "float32", "float64")
+DTYPES = (
+    "int64", "int32", "int8", "uint8", "bool", "bfloat16", "float16", "float32", "float64",
+    "complex64",
+)  # fmt: skip
 
 
 def payload(sample: int, length: int, dtype: str, trailing: tuple[int, ...]) -> Tensor:
