@@ -7,6 +7,9 @@ variables, so that `srun ... mdcp launch SCRIPT` works with one task per rank.
 from __future__ import annotations
 
 import re
+import shutil
+import socket
+import subprocess
 import sys
 from collections.abc import Mapping
 
@@ -26,7 +29,8 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
     add (not under srun, a single task, or a launcher has set them).
 
     The port is the one of scripts/launch/slurm.sbatch: 20000 + job id % 20000, or MDCP_PORT. The
-    first host of the step is the rendezvous, or MASTER_ADDR where it is set.
+    first host of the step is the rendezvous (its NodeAddr, where its name is no host's), or
+    MASTER_ADDR where it is set.
     """
     tasks = env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))
     if "RANK" in env or "SLURM_PROCID" not in env or tasks == "1":
@@ -38,9 +42,24 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": tasks,
         "LOCAL_RANK": env["SLURM_LOCALID"],
         "LOCAL_WORLD_SIZE": str(_tasks_here(env)),
-        "MASTER_ADDR": env.get("MASTER_ADDR") or _first_host(nodes),
+        "MASTER_ADDR": env.get("MASTER_ADDR") or _address(_first_host(nodes)),
         "MASTER_PORT": env.get("MASTER_PORT") or env.get("MDCP_PORT") or str(port),
     }
+
+
+def _address(node: str) -> str:
+    """What the others connect to. A node's name need not be its host's: then Slurm's NodeAddr, asked
+    for only there, because every rank would ask."""
+    try:
+        socket.getaddrinfo(node, None)
+        return node
+    except OSError:
+        if shutil.which("scontrol") is None:
+            return node
+    command = ["scontrol", "show", "node", node, "--oneliner"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+    found = re.search(r"\bNodeAddr=(\S+)", told)
+    return found[1] if found else node
 
 
 def _tasks_here(env: Mapping[str, str]) -> int:
