@@ -48,8 +48,8 @@ def slurm_ranks(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _address(node: str) -> str:
-    """What the others connect to. A node's name need not be its host's: then Slurm's NodeAddr, asked
-    for only there, because every rank would ask."""
+    """What the others connect to. A node's name need not be its host's: then Slurm's NodeAddr,
+    asked for only there, because every rank would ask."""
     try:
         socket.getaddrinfo(node, None)
         return node
