@@ -71,6 +71,7 @@ def random_request(seed: int, *, most_ranks: int = 64, most_samples: int = 300) 
     stages = rng.choice([1, 1, 1, 2])
     if profile.model.layers % stages:
         stages = 1
+    virtual = rng.choice([1, 2]) if stages > 1 else 1
     speed = None
     if rng.random() < 0.15:
         speed = tuple(rng.randint(930, 1000) for _ in range(ranks))
@@ -79,7 +80,11 @@ def random_request(seed: int, *, most_ranks: int = 64, most_samples: int = 300) 
     return PlanRequest(
         workload=Workload(lengths=tuple(random_lengths(rng, ranks, most_samples))),
         topology=Topology(
-            data_ranks=ranks, ranks_per_node=per_node, pipeline_stages=stages, speed=speed
+            data_ranks=ranks,
+            ranks_per_node=per_node,
+            pipeline_stages=stages,
+            virtual_stages=virtual,
+            speed=speed,
         ),
         profile=profile,
         lockstep=rng.choice([1, 1, 1, ranks, rng.choice(domains)]),

@@ -45,6 +45,10 @@ Cost::Cost(const Request& request)
       overhead_(request.lockstep == 1 ? p_.overhead_async : p_.overhead_lockstep) {
   const int p = request.stages, v = request.virtual_stages;
   in_flight_ = v == 1 ? double(p) : double(2 * (p - 1) + (v - 1) * p + 1) / v;
+  if (p == 1) return;
+  int speed = kNominalSpeed;
+  if (!request.speed.empty()) speed = *std::min_element(request.speed.begin(), request.speed.end());
+  dummy_us_ = time_us(sample_pack(p_.pairs, 1, 1, 1), 1, {Scheme::local, 1}, 0, speed);
 }
 
 const Link& Cost::link(int degree) const {

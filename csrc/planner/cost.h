@@ -19,6 +19,9 @@ class Cost {
 
   Parts parts(const Pack& pack, int degree, Mode mode, int recompute) const;
   i64 time_us(const Pack& pack, int degree, Mode mode, int recompute, int speed) const;
+  // One token on the slowest rank: what a rank runs where pipeline stages want a microbatch and it
+  // has no placement. 0 without stages.
+  i64 dummy_us() const { return dummy_us_; }
   i64 bytes(i64 tokens, int degree, Mode mode, int recompute) const;
   // Schemes that a degree may use here, in the order in which ties are broken.
   std::vector<Mode> modes(int degree) const;
@@ -43,6 +46,7 @@ class Cost {
   Profile p_;
   int per_node_, stages_, layers_;
   double overhead_, in_flight_;
+  i64 dummy_us_ = 0;
 };
 
 Pack sample_pack(Pairs kind, i64 length, i64 frames, i64 area);

@@ -78,13 +78,13 @@ int block_speed(const Request& request, int first, int degree) {
   return *std::min_element(request.speed.begin() + first, request.speed.begin() + first + degree);
 }
 
-void pack_block(const Table& table, const Block& block, int more, std::vector<Placement>* out) {
+void pack_block(const Table& table, const Block& block, int want, std::vector<Placement>* out) {
   const std::vector<Pack>& samples = table.request().samples;
   const int d = block.degree;
   i64 cap = 0, tokens = 0;
   for (int m = 0; m < int(table.modes(d).size()); ++m) cap = std::max(cap, table.cap(d, m, 0));
   for (int j : block.samples) tokens += samples[j].tokens;
-  if (block.samples.size() == 1 || (tokens <= cap && more == 0)) {  // one pack
+  if (block.samples.size() == 1 || (tokens <= cap && want == 0)) {  // one pack
     Placement p;
     price(table, block.first, d, -1, block.samples, &p);
     out->push_back(std::move(p));
@@ -95,12 +95,12 @@ void pack_block(const Table& table, const Block& block, int more, std::vector<Pl
     return samples[a].tokens != samples[b].tokens ? samples[a].tokens > samples[b].tokens : a < b;
   });
   std::vector<Placement> best, other;
-  const Packs packs = first_fit(table, order, cap);
-  const size_t count = std::min(packs.size() + size_t(more), order.size());
-  if (more > 0 && price_all(table, block, spread(table, order, count), &best) >= 0) {
+  const size_t count = std::min(size_t(want), order.size());
+  if (want > 0 && price_all(table, block, spread(table, order, count), &best) >= 0) {
     for (Placement& p : best) out->push_back(std::move(p));
     return;
   }
+  const Packs packs = first_fit(table, order, cap);
   i64 total = price_all(table, block, packs, &best);
   while (best.size() > 1 && table.request().recompute) {
     if (d == 1 && !table.fewer_may_win(tokens, int(best.size()))) break;
@@ -112,24 +112,41 @@ void pack_block(const Table& table, const Block& block, int more, std::vector<Pl
   for (Placement& p : best) out->push_back(std::move(p));
 }
 
-i64 replay(const Request& request, const std::vector<Placement>& placements) {
+int microbatches(const Request& request, int slots) {
+  const int group = request.virtual_stages > 1 ? request.stages : 1;
+  return (slots + group - 1) / group * group;
+}
+
+i64 replay(const Table& table, const std::vector<Placement>& placements) {
+  const Request& request = table.request();
   std::vector<i64> free(request.ranks, 0);
+  std::vector<int> ran(request.ranks, 0);  // slots behind each rank
   const int domain = request.lockstep;
+  const i64 dummy = table.cost().dummy_us();
+  const auto run_dummies = [&](int until) {
+    for (int r = 0; r < request.ranks; ++r) {
+      free[r] += (until - ran[r]) * dummy;
+      ran[r] = until;
+    }
+  };
   i64 largest = 0;
   int slot = -1;
   for (const Placement& p : placements) {
+    if (request.stages > 1 && p.slot != slot) run_dummies(p.slot);
     if (domain > 1 && p.slot != slot) {
       for (int f = 0; f < request.ranks; f += domain) {
         const i64 latest = *std::max_element(free.begin() + f, free.begin() + f + domain);
         std::fill(free.begin() + f, free.begin() + f + domain, latest);
       }
-      slot = p.slot;
     }
+    slot = p.slot;
     const auto begin = free.begin() + p.first, end = begin + p.degree;
     const i64 done = *std::max_element(begin, end) + p.time_us;
     std::fill(begin, end, done);
+    std::fill_n(ran.begin() + p.first, p.degree, p.slot + 1);
     largest = std::max(largest, p.time_us);
   }
+  if (request.stages > 1) run_dummies(microbatches(request, slot + 1));
   i64 end = 0;
   for (i64 f : free) end = std::max(end, f);
   return end + (request.stages - 1) * largest;
@@ -160,23 +177,46 @@ void close_plan(const Table& table, Plan* plan) {
   sorted.reserve(all.size());
   for (const auto& [key, k] : order) sorted.push_back(std::move(all[k]));
   all.swap(sorted);
-  plan->makespan_us = replay(q, all);
+  plan->makespan_us = replay(table, all);
 }
 
 namespace {
 
 constexpr int kCuts = 64;  // tries of one more pack
 
-// more: packs of each block beyond what first-fit needs; empty: none.
-Plan assemble(const Table& table, const std::vector<Block>& blocks, const std::vector<int>& more) {
-  Plan plan;
-  for (size_t b = 0; b < blocks.size(); ++b)
-    pack_block(table, blocks[b], more.empty() ? 0 : more[b], &plan.placements);
+// Gives every pack the first slot in which its ranks are free; slots used by each rank.
+std::vector<int> assign_slots(const Table& table, std::vector<std::vector<Placement>>* blocks) {
   std::vector<int> next(table.request().ranks, 0);
-  for (Placement& p : plan.placements) {
-    const auto begin = next.begin() + p.first, end = begin + p.degree;
-    p.slot = *std::max_element(begin, end);
-    std::fill(begin, end, p.slot + 1);
+  for (std::vector<Placement>& packs : *blocks) {
+    for (Placement& p : packs) {
+      const auto begin = next.begin() + p.first, end = begin + p.degree;
+      p.slot = *std::max_element(begin, end);
+      std::fill(begin, end, p.slot + 1);
+    }
+  }
+  return next;
+}
+
+// want: packs of each block, 0: as few as is fast; becomes what each has.
+Plan assemble(const Table& table, const std::vector<Block>& blocks, std::vector<int>* want) {
+  const Request& q = table.request();
+  std::vector<std::vector<Placement>> packed(blocks.size());
+  for (size_t b = 0; b < blocks.size(); ++b) pack_block(table, blocks[b], (*want)[b], &packed[b]);
+  const std::vector<int> used = assign_slots(table, &packed);
+  if (q.stages > 1) {
+    const int count = microbatches(q, *std::max_element(used.begin(), used.end()));
+    for (size_t b = 0; b < blocks.size(); ++b) {
+      const int have = int(packed[b].size()), missing = count - used[blocks[b].first];
+      if (blocks[b].degree > 1 || missing == 0 || int(blocks[b].samples.size()) == have) continue;
+      packed[b].clear();
+      pack_block(table, blocks[b], have + missing, &packed[b]);
+    }
+    assign_slots(table, &packed);
+  }
+  Plan plan;
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    (*want)[b] = int(packed[b].size());
+    for (Placement& p : packed[b]) plan.placements.push_back(std::move(p));
   }
   close_plan(table, &plan);
   return plan;
@@ -185,12 +225,12 @@ Plan assemble(const Table& table, const std::vector<Block>& blocks, const std::v
 }  // namespace
 
 Plan finish(const Table& table, const std::vector<Block>& blocks) {
-  Plan plan = assemble(table, blocks, {});
+  std::vector<int> want(blocks.size(), 0);
+  Plan plan = assemble(table, blocks, &want);
   if (table.request().stages == 1) return plan;
   std::vector<int> block_of(table.request().samples.size(), -1);
   for (size_t b = 0; b < blocks.size(); ++b)
     for (int j : blocks[b].samples) block_of[j] = int(b);
-  std::vector<int> more(blocks.size(), 0);
   for (int k = 0; k < kCuts; ++k) {
     i64 largest = 0;
     for (const Placement& p : plan.placements) largest = std::max(largest, p.time_us);
@@ -198,8 +238,8 @@ Plan finish(const Table& table, const std::vector<Block>& blocks) {
     for (const Placement& p : plan.placements)
       if (p.samples.size() > 1 && p.time_us >= largest - largest / 4)
         cut[block_of[p.samples[0]]] = true;
-    for (size_t b = 0; b < blocks.size(); ++b) more[b] += cut[b];
-    Plan trial = assemble(table, blocks, more);
+    for (size_t b = 0; b < blocks.size(); ++b) want[b] += cut[b];
+    Plan trial = assemble(table, blocks, &want);
     if (trial.makespan_us >= plan.makespan_us) break;
     plan = std::move(trial);
   }

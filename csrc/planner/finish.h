@@ -21,19 +21,24 @@ bool price(const Table& table, int first, int degree, int exact, const std::vect
            Placement* out);
 
 // Packs of one block: first-fit decreasing under the memory cap; one pack fewer, with recompute,
-// where that is faster; or `more` packs than first-fit needs. Appends placements with slot 0.
-void pack_block(const Table& table, const Block& block, int more, std::vector<Placement>* out);
+// where that is faster; or (want > 0) so many as samples and memory allow. Appends placements with
+// slot 0.
+void pack_block(const Table& table, const Block& block, int want, std::vector<Placement>* out);
 
-// Pipeline stages: the blocks of the largest placements are cut into one pack more while that is
-// faster.
 // Packs every block, gives each placement the first slot in which its ranks are free, sorts and
-// replays. The plan's bound and name are the caller's.
+// replays. Pipeline stages: ranks run equally many microbatches, so packs of degree 1 are cut where
+// a dummy would follow, and the blocks of the largest placements are cut into one pack more while
+// that is faster. The plan's bound and name are the caller's.
 Plan finish(const Table& table, const std::vector<Block>& blocks);
 
 // ZeRO-3: one recompute value per slot, the largest of it; then sorts by (slot, first, -degree) and
 // replays.
 void close_plan(const Table& table, Plan* plan);
 
-i64 replay(const Request& request, const std::vector<Placement>& placements);
+// Microbatches of every rank with pipeline stages that use so many slots.
+int microbatches(const Request& request, int slots);
+
+// The makespan; with pipeline stages ranks run a dummy in each slot without a placement.
+i64 replay(const Table& table, const std::vector<Placement>& placements);
 
 }  // namespace mdcp

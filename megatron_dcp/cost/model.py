@@ -248,6 +248,16 @@ class CostModel:
             total = total * NOMINAL_SPEED / speed
         return math.floor(total + 0.5)
 
+    @property
+    def dummy_us(self) -> int:
+        """What a dummy (one token on one rank) takes on the slowest rank; 0 without pipeline
+        stages, where no dummy is counted."""
+        if self.topology.pipeline_stages == 1:
+            return 0
+        speed = self.topology.block_speed(0, self.topology.data_ranks)
+        token = sample_pack(self.profile, 1, (1, 1, 1))
+        return self.time_us(token, 1, Mode("local", 1), 0, speed)
+
     def bytes(self, pack: Pack, degree: int, mode: Mode, recompute: int) -> int:
         """Predicted peak bytes per rank of one placement, on the first pipeline stage."""
         p = self.profile

@@ -2,8 +2,11 @@
 
 Async (lockstep domain of 1 rank): a placement starts at the latest finish of the ranks of its block
 and ends after its time. Lockstep: every rank of a domain leaves a slot when the slowest placement
-of the domains that the slot couples has ended. With p pipeline stages times are per stage and
-(p - 1) times the largest placement time is added.
+of the domains that the slot couples has ended.
+
+With p pipeline stages times are per stage, (p - 1) times the largest placement time is added, and
+every rank runs the same number of microbatches (`StepPlan.microbatches`): one dummy of `dummy_us`
+in each slot in which it has no placement, as 1F1B meets by position. The makespan counts them.
 
 Placements of a fused group (one slot, `fused`, nested blocks) run in one forward: the group starts
 at the latest finish of its ranks, and each rank spends the sum of the placements that hold it, the
@@ -37,16 +40,23 @@ def timeline(plan: StepPlan) -> list[Interval]:
     """Every (rank, placement) with its start and end, in execution order; no pipeline term."""
     n, domain = plan.topology.data_ranks, plan.lockstep
     free = [0] * n
+    ran = [0] * n  # slots behind each rank
+    pipelined = plan.topology.pipeline_stages > 1
     out: list[Interval] = []
     slot_open: int | None = None
     for i in execution_order(plan.placements):
         p = plan.placements[i]
-        if domain > 1 and p.slot != slot_open:
-            _close_slot(free, domain)
+        if p.slot != slot_open:
+            if pipelined:
+                free = [f + (p.slot - k) * plan.dummy_us for f, k in zip(free, ran, strict=True)]
+                ran = [p.slot] * n
+            if domain > 1:
+                _close_slot(free, domain)
             slot_open = p.slot
         start = max(free[r] for r in p.ranks)
         for r in p.ranks:
             free[r] = start + p.time_us
+            ran[r] = p.slot + 1
             out.append(Interval(rank=r, placement=i, start_us=start, end_us=start + p.time_us))
     return out
 
@@ -60,8 +70,14 @@ def _close_slot(free: list[int], domain: int) -> None:
 
 def makespan_us(plan: StepPlan) -> int:
     """Predicted forward + backward time of the step."""
-    end = max((x.end_us for x in timeline(plan)), default=0)
-    return end + pipeline_us(plan)
+    intervals = timeline(plan)
+    if plan.topology.pipeline_stages == 1:
+        return max((x.end_us for x in intervals), default=0)
+    ends = [plan.microbatches * plan.dummy_us] * plan.topology.data_ranks
+    for x in intervals:
+        after = plan.microbatches - plan.placements[x.placement].slot - 1
+        ends[x.rank] = x.end_us + after * plan.dummy_us
+    return max(ends) + pipeline_us(plan)
 
 
 def pipeline_us(plan: StepPlan) -> int:

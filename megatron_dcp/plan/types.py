@@ -69,6 +69,12 @@ class Topology:
     def nodes(self) -> int:
         return self.data_ranks // self.ranks_per_node
 
+    def microbatches(self, slots: int) -> int:
+        """Microbatches of every rank with pipeline stages: the slots, and with interleaving as
+        many more as make a multiple of the stages."""
+        group = self.pipeline_stages if self.virtual_stages > 1 else 1
+        return -(-slots // group) * group
+
     def legal_degree(self, degree: int) -> bool:
         """1..M inside a node, or whole nodes up to N."""
         if 1 <= degree <= self.ranks_per_node:
@@ -174,7 +180,11 @@ class CostRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """How one optimizer step is run on every data rank."""
+    """How one optimizer step is run on every data rank.
+
+    dummy_us: predicted time of one dummy on the slowest rank; counted in the makespan with pipeline
+    stages, where ranks fill up to equal counts, and 0 without.
+    """
 
     strategy: str
     algorithm: str
@@ -187,6 +197,7 @@ class StepPlan:
     placements: tuple[Placement, ...]
     makespan_us: int
     lower_bound_us: int
+    dummy_us: int = 0
     step: int = 0
     info: Mapping[str, Any] = field(default_factory=dict)
 
@@ -206,6 +217,11 @@ class StepPlan:
     def slots(self) -> int:
         """Number of slots of the step: last used slot + 1."""
         return max((p.slot for p in self.placements), default=-1) + 1
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of every rank with pipeline stages."""
+        return self.topology.microbatches(self.slots)
 
     def of_rank(self, rank: int) -> list[Placement]:
         """The placements of one rank in the order in which it runs them."""

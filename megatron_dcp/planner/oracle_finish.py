@@ -75,19 +75,18 @@ def _total(placements: list[Placement]) -> int:
     return sum(p.time_us for p in placements)
 
 
-def pack_block(table: Table, block: Block, more: int = 0) -> list[Placement]:
+def pack_block(table: Table, block: Block, want: int = 0) -> list[Placement]:
     """First-fit decreasing under the cap; fewer packs, with recompute, where that is faster.
 
-    more: so many packs more than first-fit needs.
+    want: so many packs, as samples and memory allow.
     """
     order = sorted(block.samples, key=lambda j: (-table.samples[j].tokens, j))
-    cap = max(table.cap(block.degree, m, 0) for m in range(len(table.modes[block.degree])))
-    packs = _first_fit(table, order, cap)
-    if more > 0:
-        priced = _price_all(table, block, _spread(table, order, min(len(packs) + more, len(order))))
+    if want > 0:
+        priced = _price_all(table, block, _spread(table, order, min(want, len(order))))
         if priced is not None:
             return priced
-    best = _price_all(table, block, packs)
+    cap = max(table.cap(block.degree, m, 0) for m in range(len(table.modes[block.degree])))
+    best = _price_all(table, block, _first_fit(table, order, cap))
     assert best is not None, "a block holds a sample that does not fit its degree"
     while len(best) > 1 and table.request.recompute:
         other = _price_all(table, block, _spread(table, order, len(best) - 1))
@@ -114,23 +113,40 @@ def close_plan(table: Table, placements: list[Placement]) -> tuple[list[Placemen
     return ordered, replayed_us(request, ordered)
 
 
-def _assemble(table: Table, blocks: list[Block], more: list[int]) -> list[Placement]:
-    """Packs every block; a placement takes the first slot in which its ranks are free."""
+def _assign_slots(table: Table, packed: list[list[Placement]]) -> tuple[list[Placement], list[int]]:
+    """(placements, each in the first slot in which its ranks are free; slots used by each rank)."""
     following = [0] * table.ranks
     out = []
-    for block, extra in zip(blocks, more, strict=True):
-        for p in pack_block(table, block, extra):
+    for packs in packed:
+        for p in packs:
             slot = max(following[p.first_rank : p.first_rank + p.degree])
             following[p.first_rank : p.first_rank + p.degree] = [slot + 1] * p.degree
             out.append(replace(p, slot=slot))
-    return out
+    return out, following
+
+
+def _assemble(
+    table: Table, blocks: list[Block], want: list[int]
+) -> tuple[list[Placement], list[int]]:
+    """(placements, packs of each block). want: packs of each block, 0: as few as is fast."""
+    packed = [pack_block(table, block, k) for block, k in zip(blocks, want, strict=True)]
+    placements, used = _assign_slots(table, packed)
+    if table.stages > 1:
+        count = table.request.topology.microbatches(max(used))
+        for b, block in enumerate(blocks):
+            missing = count - used[block.first]
+            if block.degree == 1 and missing and len(block.samples) > len(packed[b]):
+                packed[b] = pack_block(table, block, len(packed[b]) + missing)
+        placements, _ = _assign_slots(table, packed)
+    return placements, [len(packs) for packs in packed]
 
 
 def finish(table: Table, blocks: list[Block]) -> tuple[list[Placement], int]:
-    """(sorted placements, makespan). Pipeline stages: the blocks of the largest placements are cut
+    """(sorted placements, makespan). Pipeline stages: ranks run equally many microbatches, so packs
+    of degree 1 are cut where a dummy would follow, and the blocks of the largest placements are cut
     into one pack more while that is faster."""
-    more = [0] * len(blocks)
-    plan, makespan = close_plan(table, _assemble(table, blocks, more))
+    placements, packs = _assemble(table, blocks, [0] * len(blocks))
+    plan, makespan = close_plan(table, placements)
     if table.stages == 1:
         return plan, makespan
     block_of = {j: b for b, block in enumerate(blocks) for j in block.samples}
@@ -141,8 +157,9 @@ def finish(table: Table, blocks: list[Block]) -> tuple[list[Placement], int]:
             for p in plan
             if len(p.samples) > 1 and p.time_us >= largest - largest // 4
         }
-        more = [extra + (b in cut) for b, extra in enumerate(more)]
-        trial, ends = close_plan(table, _assemble(table, blocks, more))
+        want = [count + (b in cut) for b, count in enumerate(packs)]
+        placements, packs = _assemble(table, blocks, want)
+        trial, ends = close_plan(table, placements)
         if ends >= makespan:
             break
         plan, makespan = trial, ends

@@ -268,5 +268,6 @@ def replayed_us(request: PlanRequest, placements: Sequence[Placement]) -> int:
         placements=tuple(placements),
         makespan_us=0,
         lower_bound_us=0,
+        dummy_us=request.cost.dummy_us,
     )
     return makespan_us(plan)

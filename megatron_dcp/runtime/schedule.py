@@ -2,6 +2,7 @@
 
 Lockstep: a rank of a domain runs one microbatch in every slot that the domain uses; where it has no
 placement it runs a dummy of one token. Async: only its placements, and at least `min_microbatches`.
+Pipeline stages: every rank runs every slot of the step (`StepPlan.microbatches`), by dummies too.
 """
 
 from __future__ import annotations
@@ -34,12 +35,6 @@ def rank_schedule(
 
 
 def _schedule(plan: StepPlan, rank: int, min_microbatches: int) -> list[Work]:
-    own = plan.of_rank(rank)
-    if plan.lockstep == 1:
-        work = [Work(placement=p) for p in own]
-        while len(work) < min_microbatches:
-            work.append(_dummy(rank, plan.slots + len(work), None))
-        return work
     domain = range(
         rank // plan.lockstep * plan.lockstep, (rank // plan.lockstep + 1) * plan.lockstep
     )
@@ -48,14 +43,17 @@ def _schedule(plan: StepPlan, rank: int, min_microbatches: int) -> list[Work]:
         if p.first_rank < domain.stop and p.first_rank + p.degree > domain.start:
             of_slot.setdefault(p.slot, p)
     mine: dict[int, list[Placement]] = {}
-    for p in own:
+    for p in plan.of_rank(rank):
         mine.setdefault(p.slot, []).append(p)
+    pipelined = plan.topology.pipeline_stages > 1
     work = []
-    for slot in sorted(of_slot):
+    for slot in range(plan.microbatches) if pipelined else sorted(of_slot):
         if slot in mine:
             work += [Work(placement=p) for p in mine[slot]]
         else:
-            work.append(_dummy(rank, slot, of_slot[slot]))
+            work.append(_dummy(rank, slot, of_slot.get(slot)))
+    while len(work) < min_microbatches:
+        work.append(_dummy(rank, plan.slots + len(work), None))
     return work
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -139,19 +140,25 @@ def _barrier(graph: Graph, tasks: list[int]) -> int:
     return task
 
 
+def _microbatches(plan: StepPlan) -> list[list[int]]:
+    """[microbatch][rank]: its placement, or a dummy's number from len(plan.placements) on."""
+    work = [[-1] * plan.topology.data_ranks for _ in range(plan.microbatches)]
+    for i, x in enumerate(plan.placements):
+        work[x.slot][x.first_rank : x.first_rank + x.degree] = [i] * x.degree
+    fresh = itertools.count(len(plan.placements))
+    return [[next(fresh) if i < 0 else i for i in row] for row in work]
+
+
 def _pipeline_graph(plan: StepPlan, times: Times) -> tuple[Graph, list[Span]]:
     """A forward and a backward task per placement and chunk, one lane per (rank, stage).
 
-    Slots are the microbatches of the schedule: ranks without a placement in a slot pass it.
+    Slots are the microbatches of the schedule; ranks without a placement in one run a dummy, whose
+    tasks come after those of the placements and have no span: its time is idle.
     """
     p, v = plan.topology.pipeline_stages, plan.topology.virtual_stages
     chunks = p * v
     n, count = plan.topology.data_ranks, len(plan.placements)
-    slots = plan.slots
-    padded = slots if v == 1 else -(-slots // p) * p
-    by_slot: list[list[int]] = [[] for _ in range(padded)]
-    for i, x in enumerate(plan.placements):
-        by_slot[x.slot].append(i)
+    work = _microbatches(plan)
 
     def task(placement: int, chunk: int, backward: bool) -> int:
         return (placement * chunks + chunk) * 2 + int(backward)
@@ -174,14 +181,15 @@ def _pipeline_graph(plan: StepPlan, times: Times) -> tuple[Graph, list[Span]]:
                     transfers[k] = replace(
                         shared, wire=shared.wire * part, hidden=shared.hidden * part
                     )
+    dummies = sum(i >= count for row in work for i in row)
+    duration += [plan.dummy_us / v * 1 / 3, plan.dummy_us / v * 2 / 3] * (chunks * dummies)
     lanes: list[list[int]] = [[] for _ in range(n * p)]
     for stage in range(p):
-        for op in stage_order(stage, p, padded, v):
-            for i in by_slot[op.microbatch]:
-                for r in plan.placements[i].ranks:
-                    lanes[r * p + stage].append(task(i, op.chunk, op.backward))
+        for op in stage_order(stage, p, plan.microbatches, v):
+            for r, i in enumerate(work[op.microbatch]):
+                lanes[r * p + stage].append(task(i, op.chunk, op.backward))
     graph = Graph(duration=duration, lanes=lanes, transfers=transfers, capacity=times.capacity)
-    for i in range(count):
+    for i in range(count + dummies):
         for c in range(chunks):
             if c:
                 graph.depend(task(i, c, False), task(i, c - 1, False))

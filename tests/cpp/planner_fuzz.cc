@@ -71,6 +71,7 @@ mdcp::Request random_request(std::uint64_t number) {
   q.per_node = rng.pick({1, 2, 3, 4, 6, 8});
   q.ranks = q.per_node * rng.pick({1, 1, 2, 3, 4, 8});
   q.stages = q.profile.layers == 1 ? 1 : rng.pick({1, 1, 1, 2});
+  if (q.stages > 1) q.virtual_stages = 1 + rng.below(2);
   q.recompute = rng.below(6) > 0;
   q.budget = i64(double(rng.pick({20, 40, 80})) * 1e9 * rng.pick({1.0, 1.0, 0.85, 0.5}));
   if (rng.below(7) == 0)
@@ -137,7 +138,7 @@ std::string broken(const mdcp::Request& q, const mdcp::Plan& plan) {
       for (size_t i = 0; i < slots.size(); ++i)
         if (slots[i] > (i ? slots[i - 1] + 1 : 0) && q.lockstep > 1) return "lockstep_slots_match";
     }
-  if (mdcp::replay(q, plan.placements) != plan.makespan_us) return "makespan_is_the_replay";
+  if (mdcp::replay(table, plan.placements) != plan.makespan_us) return "makespan_is_the_replay";
   if (plan.makespan_us < plan.lower_bound_us) return "below the bound";
   mdcp::Plan fixed;
   mdcp::static_fallback(table, &fixed);

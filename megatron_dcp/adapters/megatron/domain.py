@@ -120,8 +120,6 @@ def build_domain(*, timeout_s: float | None = None) -> Domain:
         lockstep = _lockstep(listed, groups)
     pp = ps.get_pipeline_model_parallel_world_size()
     virtual = ps.get_virtual_pipeline_model_parallel_world_size() or 1
-    if pp > 1:
-        lockstep = world.size
     return Domain(
         world=world,
         topology=Topology(

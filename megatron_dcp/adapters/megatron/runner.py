@@ -195,12 +195,11 @@ class MegatronDcp:
             self._write(plan)
         self.last_plan = plan
         local = self._move(domain, plan, data)
-        group = domain.pp_size if domain.virtual > 1 else 1
         sequence_parallel = self._recompute[0].config.sequence_parallel
         return build_microbatches(
             domain,
             plan,
-            rank_slots(plan, domain.world.rank, group=group),
+            rank_slots(plan, domain.world.rank),
             local,
             data.fields,
             multiple=domain.tp_size if sequence_parallel else 1,
@@ -215,7 +214,7 @@ class MegatronDcp:
             if asked % lockstep:
                 raise AdapterError(
                     f"--mdcp-lockstep {self.planner.lockstep} is {asked} ranks, this run needs a "
-                    f"multiple of {lockstep} (its expert groups or pipeline); use auto"
+                    f"multiple of {lockstep} (its expert groups); use auto"
                 )
             lockstep = asked
         request = PlanRequest(

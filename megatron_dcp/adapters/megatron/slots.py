@@ -7,8 +7,8 @@
   placement, recompute alike: as many layers as the most that any of their placements asks for.
 * Pipelines: 1F1B interleaves forwards and backwards by position. Two ranks that share a placement
   must have it at the same position, or one waits in a forward for a rank that waits in a backward.
-  So ranks tied together by placements or domains run the same slots, dummies filling the holes, and
-  with interleaving the count is rounded up to a multiple of the stages.
+  So every rank runs every slot, dummies filling the holes, and with interleaving the count is
+  rounded up to a multiple of the stages. The plan's makespan counts these dummies.
 
 No torch: this is arithmetic on a plan.
 """
@@ -33,9 +33,8 @@ class Slot:
 def _tied(plan: StepPlan, placements: Iterable[Placement], rank: int) -> set[int]:
     """Data ranks tied to `rank` by some placements and by the lockstep domains."""
     groups = [set(p.ranks) for p in placements if p.degree > 1]
-    if plan.lockstep > 1:
-        n = plan.topology.data_ranks
-        groups += [set(range(d, d + plan.lockstep)) for d in range(0, n, plan.lockstep)]
+    n = plan.topology.data_ranks
+    groups += [set(range(d, d + plan.lockstep)) for d in range(0, n, plan.lockstep)]
     tied, grown = {rank}, True
     while grown:
         grown = False
@@ -62,25 +61,17 @@ def _slot(plan: StepPlan, rank: int, slot: int, index: int | None) -> Slot:
     return Slot(index=index, recompute=most.recompute, recompute_kind=most.recompute_kind)
 
 
-def rank_slots(plan: StepPlan, rank: int, *, group: int = 1) -> list[Slot]:
-    """The microbatches of a data rank; never empty.
-
-    group: the count is rounded up to a multiple of it (interleaved pipelines: the stages).
-    """
-    if plan.topology.pipeline_stages > 1:
-        ranks = _tied(plan, plan.placements, rank)
-    elif plan.lockstep > 1:
-        first = rank - rank % plan.lockstep
-        ranks = set(range(first, first + plan.lockstep))
-    else:
-        ranks = {rank}
+def rank_slots(plan: StepPlan, rank: int) -> list[Slot]:
+    """The microbatches of a data rank; never empty."""
+    first = rank - rank % plan.lockstep
+    domain = set(range(first, first + plan.lockstep))
     used: set[int] = set()
     mine: dict[int, int] = {}
     for index, p in enumerate(plan.placements):
         if rank in p.ranks:
             mine[p.slot] = index
-        if not ranks.isdisjoint(p.ranks):
+        if not domain.isdisjoint(p.ranks):
             used.add(p.slot)
-    slots = [_slot(plan, rank, s, mine.get(s)) for s in sorted(used)]
-    short = (-len(slots) % group) if slots else group
-    return slots + [Slot(index=None)] * short
+    if plan.topology.pipeline_stages > 1:
+        used = set(range(plan.microbatches))
+    return [_slot(plan, rank, s, mine.get(s)) for s in sorted(used)] or [Slot(index=None)]

@@ -19,12 +19,14 @@ from megatron_dcp.plan import CostRef, Placement, StepPlan, Topology, Workload
 
 
 def plan(
-    placements: list[Placement], ranks: int, *, lockstep: int = 1, stages: int = 1
+    placements: list[Placement], ranks: int, *, lockstep: int = 1, stages: int = 1, virtual: int = 1
 ) -> StepPlan:
     count = sum(len(p.samples) for p in placements)
     return StepPlan(
         strategy="t", algorithm="t", lockstep=lockstep, budget_bytes=1, layers=4,
-        topology=Topology(data_ranks=ranks, ranks_per_node=ranks, pipeline_stages=stages),
+        topology=Topology(
+            data_ranks=ranks, ranks_per_node=ranks, pipeline_stages=stages, virtual_stages=virtual
+        ),
         cost=CostRef(name="t", digest="0" * 16), workload=Workload(lengths=(4,) * count),
         placements=tuple(placements), makespan_us=0, lower_bound_us=0,
     )  # fmt: skip
@@ -40,8 +42,8 @@ def place(slot: int, first: int, degree: int, sample: int, recompute: int = 0) -
 RAGGED = [place(0, 0, 1, 0, 2), place(1, 0, 1, 1), place(2, 0, 2, 2, 3), place(0, 2, 1, 3)]
 
 
-def indices(found: StepPlan, rank: int, group: int = 1) -> list[int | None]:
-    return [s.index for s in rank_slots(found, rank, group=group)]
+def indices(found: StepPlan, rank: int) -> list[int | None]:
+    return [s.index for s in rank_slots(found, rank)]
 
 
 def test_async_ranks_run_their_own_placements_and_one_dummy_when_idle() -> None:
@@ -49,12 +51,18 @@ def test_async_ranks_run_their_own_placements_and_one_dummy_when_idle() -> None:
     assert [indices(p, r) for r in range(4)] == [[0, 2, 3], [3], [1], [None]]
 
 
-def test_pipelines_align_ranks_that_share_a_placement() -> None:
+def test_pipelines_run_equally_many_microbatches_on_every_rank() -> None:
     p = plan(RAGGED, 4, stages=2)
-    # Ranks 0 and 1 are tied in slot 2; ranks 2 and 3 are free of them and of each other.
-    assert [indices(p, r) for r in range(4)] == [[0, 2, 3], [None, None, 3], [1], [None]]
-    assert indices(p, 0, group=2) == [0, 2, 3, None]
-    assert indices(p, 3, group=2) == [None, None]
+    wanted = [[0, 2, 3], [None, None, 3], [1, None, None], [None, None, None]]
+    assert [indices(p, r) for r in range(4)] == wanted
+    assert all(s.recompute == 0 for s in rank_slots(p, 1)[:2])
+
+
+def test_interleaved_pipelines_run_a_multiple_of_the_stages() -> None:
+    p = plan(RAGGED, 4, stages=2, virtual=2)
+    assert indices(p, 0) == [0, 2, 3, None]
+    assert indices(p, 3) == [None] * 4
+    assert p.microbatches == 4
 
 
 def test_lockstep_domains_share_slots_and_recomputation() -> None:

@@ -1,23 +1,39 @@
-"""Pipeline stages: makespan = sum of a rank + (p - 1) times the largest placement of the step."""
+"""Pipeline stages: makespan = sum of a rank + (p - 1) times the largest placement of the step.
+
+Every rank runs the same number of microbatches, a multiple of the stages when they interleave: its
+placements, and one dummy of the plan's `dummy_us` where it has none.
+"""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 
 from megatron_dcp.cost import resolve
-from megatron_dcp.plan import StepPlan, Topology, Workload
+from megatron_dcp.plan import StepPlan, Topology, Workload, canonical_bytes, diff
 from megatron_dcp.planner import PlanRequest, make_plan
+from megatron_dcp.planner.oracle import oracle_plan
 
 
-def plan_of(lengths: list[int], stages: int, ranks: int = 8) -> StepPlan:
-    topology = Topology(data_ranks=ranks, ranks_per_node=8, pipeline_stages=stages)
-    return make_plan(
-        PlanRequest(
-            workload=Workload(lengths=tuple(lengths)),
-            topology=topology,
-            profile=resolve("a100-gpt7b"),
-        )
+def request_of(lengths: list[int], stages: int, virtual: int = 1, lockstep: int = 1) -> PlanRequest:
+    topology = Topology(
+        data_ranks=8, ranks_per_node=8, pipeline_stages=stages, virtual_stages=virtual
     )
+    return PlanRequest(
+        workload=Workload(lengths=tuple(lengths)),
+        topology=topology,
+        profile=resolve("a100-gpt7b"),
+        lockstep=lockstep,
+    )
+
+
+def plan_of(lengths: list[int], stages: int, virtual: int = 1) -> StepPlan:
+    return make_plan(request_of(lengths, stages, virtual))
+
+
+def counts_of(plan: StepPlan) -> list[int]:
+    return [len(plan.of_rank(r)) for r in range(8)]
 
 
 def by_hand(lengths: list[int], stages: int, packs: int) -> float:
@@ -31,8 +47,7 @@ def test_packs_are_cut_while_the_pipeline_gains() -> None:
     plan = plan_of([100] * 64, stages=4)
     best = min(range(1, 9), key=lambda k: by_hand([100] * 8, 4, k))
     assert best > 1
-    counts = [sum(p.first_rank == r for p in plan.placements) for r in range(8)]
-    assert counts == [best] * 8
+    assert counts_of(plan) == [best] * 8
     assert plan.makespan_us == pytest.approx(by_hand([100] * 8, 4, best), rel=1e-4)
 
 
@@ -46,3 +61,47 @@ def test_a_long_sample_is_not_cut() -> None:
     long = next(p for p in plan.placements if 0 in p.samples)
     assert plan.makespan_us >= plan.lower_bound_us
     assert long.time_us * 4 <= plan.makespan_us
+
+
+def test_a_dummy_is_one_token_on_one_rank_of_one_stage() -> None:
+    plan = plan_of([100] * 3, stages=4)
+    assert plan.dummy_us == round(20_000 + (183.9576 + 5.128e-3) / 4)
+    assert plan_of([100] * 3, stages=1).dummy_us == 0
+
+
+def test_packs_are_cut_where_a_dummy_would_follow() -> None:
+    plan = plan_of([100] * 60 + [3000, 3000, 3000], stages=2)
+    for rank, count in enumerate(counts_of(plan)):
+        packs = [p for p in plan.of_rank(rank) if p.degree == 1]
+        # A rank is left with dummies only where its packs cannot be cut.
+        assert count == plan.microbatches or all(len(p.samples) == 1 for p in packs)
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("samples", [1, 5, 8, 24, 64])
+def test_interleaving_runs_a_multiple_of_the_stages(stages: int, samples: int) -> None:
+    plan = plan_of([100 + 7 * i for i in range(samples)], stages, virtual=2)
+    assert plan.microbatches % stages == 0
+    ends = []
+    for rank in range(8):
+        own = plan.of_rank(rank)
+        ends.append(sum(p.time_us for p in own) + plan.dummy_us * (plan.microbatches - len(own)))
+    largest = max(p.time_us for p in plan.placements)
+    if all(p.degree == 1 for p in plan.placements):
+        assert plan.makespan_us == max(ends) + (stages - 1) * largest
+    assert plan.makespan_us >= max(ends) + (stages - 1) * largest
+    if samples == 64:  # every rank has enough samples to run no dummy
+        assert counts_of(plan) == [plan.microbatches] * 8
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("lockstep", [1, 4, 8])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_oracle_fills_alike(seed: int, lockstep: int, virtual: int) -> None:
+    rng = random.Random(seed)
+    lengths = [int(rng.lognormvariate(6.5, 1.2)) + 1 for _ in range(rng.choice([3, 9, 30]))]
+    request = request_of(lengths, rng.choice([2, 4]), virtual, lockstep)
+    plan, oracle = make_plan(request), oracle_plan(request)
+    assert canonical_bytes(plan) == canonical_bytes(oracle), diff(plan, oracle)
+    assert plan.makespan_us >= plan.lower_bound_us
+    assert plan.makespan_us <= make_plan(request, "static").makespan_us

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,6 +48,17 @@ def test_dummies_recompute_as_their_slot_does() -> None:
     dummies = [w for r in range(4) for w in rank_schedule(plan, r) if w.dummy]
     assert dummies
     assert all(w.placement.recompute == values[w.placement.slot] for w in dummies)
+
+
+def test_pipeline_ranks_run_every_slot() -> None:
+    plan = random_plan(plan_request([9] * 7, 4), 3)
+    topology = replace(plan.topology, pipeline_stages=2, virtual_stages=2)
+    plan = replace(plan, topology=topology)
+    count = plan.slots + plan.slots % 2
+    for rank in range(4):
+        work = rank_schedule(plan, rank)
+        assert [w.placement.slot for w in work] == list(range(count))
+        assert [w.placement for w in work if not w.dummy] == plan.of_rank(rank)
 
 
 def test_groups_are_never_of_one_rank() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dcp.cost import resolve
 from megatron_dcp.cost.derive import profile as preset
-from megatron_dcp.cost.profile import Overlap
+from megatron_dcp.cost.profile import Overhead, Overlap
 from megatron_dcp.plan import Topology, Workload
 from megatron_dcp.planner import PlanRequest, make_plan
 from megatron_dcp.sim import Contention, Noise, ReplayOptions, replay
@@ -174,6 +174,21 @@ def test_interleaving_divides_the_bubble_by_the_chunks(plans):
         plan = plans.build(p, topology, [500] * 8, rows)
         t = plan.placements[0].time_us
         assert replay(plan, p).makespan_us == pytest.approx(8 * t + t / v, rel=1e-9)
+
+
+def test_dummies_of_a_pipeline_take_their_time(plans):
+    """Rank 1 has one microbatch of four: three dummies, which its stages run one after another."""
+    p = plans.profile(overhead_us=Overhead(async_=1000.0, lockstep=1000.0))
+    topology = Topology(data_ranks=2, ranks_per_node=2, pipeline_stages=2)
+    rows = [(s, 0, 1, "local", 1, 0, [s]) for s in range(4)] + [(0, 1, 1, "local", 1, 0, [4])]
+    plan = plans.build(p, topology, [500] * 5, rows)
+    r = replay(plan, p)
+    assert r.makespan_us == pytest.approx(plan.makespan_us, rel=1e-9)
+    # A degree-2 placement after the dummies waits for them and for nothing else.
+    rows = [(0, 0, 1, "local", 1, 0, [0]), (2, 0, 2, "ulysses", 2, 0, [1])]
+    late = plans.build(p, topology, [1, 1], rows)
+    assert late.microbatches == 3
+    assert replay(late, p).makespan_us >= 3 * late.dummy_us
 
 
 def test_uneven_pipeline_stays_near_the_plans_formula(plans):
