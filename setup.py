@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "csrc")]
 import build_cuda  # noqa: E402  (csrc/build_cuda.py)
 
 # The planner promises equal bytes on every machine: no fused multiply-add, no -march.
-PLANNER_FLAGS = ["-std=c++20", "-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
+PLANNER_FLAGS = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
 
 
 def planner_extension() -> Extension:

@@ -113,10 +113,6 @@ PYBIND11_MODULE(_planner, m) {
     py::gil_scoped_release release;
     return mdcp::make_plan(q);
   });
-  m.def("most_tokens", [](const py::object& request) {
-    const mdcp::Request q = read_request(request);
-    return mdcp::Table(q).most_tokens();
-  });
   m.def("lower_bound_us", [](const py::object& request) {
     const mdcp::Request q = read_request(request);
     py::gil_scoped_release release;

@@ -47,8 +47,6 @@ class Table {
   bool fewer_may_win(i64 tokens, int packs) const;
   // Throws PlanFailure when a sample fits nowhere.
   void require_feasible() const;
-  // Tokens of the longest sample that fits on some block.
-  i64 most_tokens() const;
 
   const std::vector<int>& degrees() const { return degrees_; }
   bool legal(int degree) const;
@@ -69,6 +67,8 @@ class Table {
 
  private:
   void check_size() const;
+  // Tokens of the longest sample that fits on some block.
+  i64 most_tokens() const;
   int index(int degree) const;
   // Amortised rank-us of a sample whose parts on a degree are known.
   double work(i64 tokens, double attention, double wire, int recompute) const;

@@ -14,11 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_dcp.cli.outputs import check_file, write_whole
+from megatron_dcp.config import Oversize
 from megatron_dcp.cost import CostProfile, budget_bytes, resolve
 from megatron_dcp.data.lengths import read_workload
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Placement, StepPlan, Topology, Workload, digest, dumps, lockstep_ranks
 from megatron_dcp.planner import PlanRequest, make_plan, strategy_names
+from megatron_dcp.planner.oversize import fit_samples
 
 _SHOWN = 40  # placements in the table
 GB = 1e9
@@ -55,6 +57,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--samples", type=int, default=None, help="draw this many from the file or preset"
     )
+    p.add_argument(
+        "--shape-quantum",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="round every length up to a multiple first (torch.compile: fewer shapes); 0: off",
+    )
     p.add_argument("--seed", type=int, default=0, help="of the draw")
     p.add_argument("--step", type=int, default=0, help="step number written into the plan")
     p.add_argument("--out", type=Path, default=None, metavar="PLAN.json")
@@ -70,29 +79,30 @@ def _profile(args: argparse.Namespace) -> CostProfile:
     return profile.with_budget(budget_bytes(args.memory_gb))
 
 
-def _fitted(request: PlanRequest, oversize: str) -> PlanRequest:
+def _fitted(request: PlanRequest, oversize: Oversize) -> PlanRequest:
     """Apply `oversize` to the workload; says on stderr what it changed."""
-    if oversize == "error":
+    if oversize == "error":  # the planner names the sample
         return request
-    from megatron_dcp.planner.core import most_tokens
-
-    most, lengths = most_tokens(request), request.workload.lengths
-    long = [i for i, n in enumerate(lengths) if n > most]
-    if not long or most < 1:
+    lengths, shapes = request.workload.lengths, request.workload.shapes
+    fitted = fit_samples(
+        lengths,
+        range(len(lengths)),
+        request.cost,
+        request.budget_bytes,
+        oversize,
+        recompute=request.recompute,
+    )
+    long = fitted.dropped or fitted.cut
+    if not long:
         return request
-    if request.workload.shapes is not None and oversize == "truncate":
+    if shapes is not None and fitted.cut:
         raise ConfigError("--oversize truncate cannot cut a video; use drop")
-    print(f"mdcp plan: {oversize} {len(long)} samples above {most} tokens: ids {long[:8]}"
+    print(f"mdcp plan: {oversize} {len(long)} samples that fit on no block: ids {list(long[:8])}"
           f"{' ...' if len(long) > 8 else ''}", file=sys.stderr)  # fmt: skip
-    if oversize == "truncate":
-        workload = Workload(lengths=tuple(min(n, most) for n in lengths))
-    else:
-        keep = [i for i, n in enumerate(lengths) if n <= most]
-        shapes = request.workload.shapes
-        workload = Workload(
-            lengths=tuple(lengths[i] for i in keep),
-            shapes=None if shapes is None else tuple(shapes[i] for i in keep),
-        )
+    workload = Workload(
+        lengths=fitted.lengths,
+        shapes=None if shapes is None else tuple(shapes[i] for i in fitted.kept),
+    )
     return replace(request, workload=workload)
 
 
@@ -107,8 +117,9 @@ def request_of(args: argparse.Namespace) -> PlanRequest:
         pipeline_stages=args.pipeline_stages,
         virtual_stages=args.virtual_stages,
     )
+    workload = read_workload(args.lengths, samples=args.samples, seed=args.seed)
     request = PlanRequest(
-        workload=read_workload(args.lengths, samples=args.samples, seed=args.seed),
+        workload=workload.rounded(args.shape_quantum),
         topology=topology,
         profile=_profile(args),
         lockstep=lockstep_ranks(args.lockstep, topology),

@@ -10,6 +10,7 @@ from megatron_dcp.dispatch.samples import (
     SampleError,
     clip_item,
     dummy_sample,
+    padded_sample,
     read_sample,
 )
 
@@ -24,6 +25,7 @@ __all__ = [
     "clip_item",
     "dummy_sample",
     "exchange",
+    "padded_sample",
     "pieces_by_rank",
     "read_sample",
 ]

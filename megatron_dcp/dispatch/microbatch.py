@@ -73,6 +73,7 @@ def build_shard(
         documents=documents,
         prefix=prefix,
         shapes=shapes,
+        padded=any(s.padding for s in samples),
         dummy=dummy,
         step=step,
     )

@@ -48,7 +48,7 @@ class SampleError(MdcpError):
 @dataclass(slots=True, kw_only=True)
 class Sample:
     """One sample: inputs by name [L, ...], labels [L] int64, weights [L] float64; whole: per-sample
-    fields [n, ...]."""
+    fields [n, ...]. padding: how many of its last tokens are padding."""
 
     inputs: dict[str, Tensor]
     labels: Tensor
@@ -56,6 +56,7 @@ class Sample:
     documents: tuple[int, ...] | None = None
     prefix: int | None = None
     whole: dict[str, Tensor] = field(default_factory=dict)
+    padding: int = 0
 
     @property
     def length(self) -> int:
@@ -192,6 +193,28 @@ def _clip_documents(documents: Sequence[int], length: int) -> list[int]:
         out.append(min(int(n), left))
         left -= out[-1]
     return [n for n in out if n]
+
+
+def padded_sample(sample: Sample, length: int) -> Sample:
+    """The sample with copies of its last token up to `length`: without label and weight, and a
+    document of their own where the sample has documents."""
+    more = length - sample.length
+    if not more:
+        return sample
+    documents = sample.documents
+
+    def longer(x: Tensor) -> Tensor:
+        return torch.cat((x, x[-1:].expand(more, *x.shape[1:])))
+
+    return Sample(
+        inputs={k: longer(x) for k, x in sample.inputs.items()},
+        labels=torch.cat((sample.labels, sample.labels.new_full((more,), IGNORE))),
+        weights=torch.cat((sample.weights, sample.weights.new_zeros(more))),
+        documents=None if documents is None else (*documents, more),
+        prefix=sample.prefix,
+        whole=sample.whole,
+        padding=more,
+    )
 
 
 def dummy_sample(sample: Sample) -> Sample:

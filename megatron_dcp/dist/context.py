@@ -33,7 +33,8 @@ class PlacementContext:
     row's sample. shapes: per sample (frames, height, width), or None.
     cu_seqlens [B + 1] int32: of the whole pack. documents: per sample, lengths of the documents in
     it (attention stays inside one), or None. prefix: per sample, how many first tokens see each
-    other both ways under a causal mask, or None. dummy: a token without weight (lockstep).
+    other both ways under a causal mask, or None. padded: samples end in padding (shape_quantum), which
+    only a causal mask keeps from real tokens. dummy: a token without weight (lockstep).
 
     An empty shard is run with one **filler** row (position 0, sample key -1, weight 0), because models
     reshape by the number of tokens; attention drops it and gives 0 back.
@@ -50,6 +51,7 @@ class PlacementContext:
     shapes: tuple[tuple[int, int, int], ...] | None = None
     documents: tuple[tuple[int, ...], ...] | None = None
     prefix: tuple[int, ...] | None = None
+    padded: bool = False
     dummy: bool = False
     step: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)  # segment lists and the like, per mask
@@ -134,6 +136,7 @@ def make_context(
     documents: Sequence[Sequence[int]] | None = None,
     prefix: Sequence[int] | None = None,
     shapes: Sequence[tuple[int, int, int]] | None = None,
+    padded: bool = False,
     dummy: bool = False,
     step: int = 0,
 ) -> PlacementContext:
@@ -166,6 +169,7 @@ def make_context(
         shapes=None if shapes is None else tuple(shapes),
         documents=None if documents is None else tuple(tuple(d) for d in documents),
         prefix=None if prefix is None else tuple(prefix),
+        padded=padded,
         dummy=dummy,
         step=step,
     )

@@ -137,6 +137,18 @@ class Workload:
     def tokens(self) -> int:
         return sum(self.lengths)
 
+    def rounded(self, quantum: int) -> Workload:
+        """Every length up to a multiple of `quantum` (0: as they are): fewer distinct shapes."""
+        if quantum < 0:
+            raise ConfigError(f"shape quantum {quantum}: use a number of tokens, or 0 for none")
+        if not quantum:
+            return self
+        if self.shapes is not None:
+            raise ConfigError(
+                f"shape quantum {quantum}: samples with shapes cannot be padded at their end; use 0"
+            )
+        return Workload(lengths=tuple(-(-n // quantum) * quantum for n in self.lengths))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:

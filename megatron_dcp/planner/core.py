@@ -75,9 +75,3 @@ def lower_bound_us(request: PlanRequest) -> int:
         return _planner.lower_bound_us(request)
     except _planner.PlanFailure as error:
         raise PlanError(str(error), invariant="fits_memory") from None
-
-
-def most_tokens(request: PlanRequest) -> int:
-    """Tokens of the longest sample that fits on some block, with recompute where allowed."""
-    check_request(request)
-    return _planner.most_tokens(request)

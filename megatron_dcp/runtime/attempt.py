@@ -26,11 +26,11 @@ from torch import Tensor
 
 from megatron_dcp.dist import gather_bytes
 from megatron_dcp.errors import OutOfMemoryError
+from megatron_dcp.planner.oversize import most_bytes_needed
 from megatron_dcp.runtime import oom
 from megatron_dcp.runtime.backend import trainable
 from megatron_dcp.runtime.gates import Gates
 from megatron_dcp.runtime.memory import give_back
-from megatron_dcp.runtime.oversize import most_bytes_needed
 
 if TYPE_CHECKING:
     from megatron_dcp.runtime.engine import Engine

@@ -232,6 +232,7 @@ class Engine:
         window: int | None = None,
         remainder: Remainder = "drop",
         max_length: int | None = None,
+        shape_quantum: int = 0,
         tokens: str = "input_ids",
         shift_labels: bool = True,
         batch_dim: bool = False,
@@ -250,11 +251,14 @@ class Engine:
         steps: how many optimizer steps, default `epochs` epochs. remainder: `drop` or `short`.
         max_length: longer samples are cut to it. tokens: name of the token ids, which are also the
         labels where an item has none. shift_labels: label[t] is the token at t + 1. batch_dim: give
-        tensors a leading dimension of 1, as Transformers models expect. per_sample: names of fields
+        tensors a leading dimension of 1, as Transformers models expect. shape_quantum: pad samples
+        to a multiple of so many tokens before planning (0: off), for fewer shapes under
+        torch.compile; causal attention keeps it from real tokens. per_sample: names of fields
         that belong to the whole sample (images): every rank of its block gets them uncut.
         """
         for name, value, least in (("steps", steps, 0), ("epochs", epochs, 0),
-                                   ("max_length", max_length, 1)):  # fmt: skip
+                                   ("max_length", max_length, 1),
+                                   ("shape_quantum", shape_quantum, 0)):  # fmt: skip
             check_at_least(name, value, least)
         from megatron_dcp.runtime.loading import make_loader
 
@@ -278,6 +282,7 @@ class Engine:
             window=window,
             remainder=remainder,
             max_length=max_length,
+            shape_quantum=shape_quantum,
             read=read,
             batch_dim=batch_dim,
         )

@@ -162,6 +162,7 @@ class StepLoader:
             prepared.work,
             denominator,
             batch_dim=self.batch_dim,
+            padding=prepared.padding,
             on_finish=self._finished,
             replan=self._plan_again,
         )

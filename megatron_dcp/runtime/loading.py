@@ -44,10 +44,18 @@ def make_loader(
     window: int | None,
     remainder: Remainder,
     max_length: int | None,
+    shape_quantum: int,
     read: ReadOptions,
     batch_dim: bool,
 ) -> StepLoader:
     """See `Engine.dataloader`."""
+    if shape_quantum and shapes is not None:
+        raise ConfigError("shape_quantum pads samples at their end, which a grid cannot be; use 0")
+    if shape_quantum and max_length is not None and max_length % shape_quantum:
+        raise ConfigError(
+            f"max_length={max_length} is no multiple of shape_quantum={shape_quantum}: padded "
+            "samples would be longer than it"
+        )
     shared: dict[str, Any] = {
         "world": engine.world,
         "settings": engine.settings,
@@ -57,6 +65,7 @@ def make_loader(
         "closing_dummy": engine.backend.closing_dummy,
         "weight_dtype": _weight_dtype(engine),
         "max_length": max_length,
+        "shape_quantum": shape_quantum,
         "post": engine.post,
     }
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):

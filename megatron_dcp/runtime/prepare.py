@@ -23,6 +23,7 @@ from megatron_dcp.dispatch import (
     build_shard,
     clip_item,
     dummy_sample,
+    padded_sample,
     read_sample,
 )
 from megatron_dcp.dist import DataWorld, PlanPost
@@ -30,8 +31,8 @@ from megatron_dcp.errors import ConfigError, MdcpError, PlanError
 from megatron_dcp.plan import StepPlan, Topology, Workload, dumps, loads
 from megatron_dcp.plan.check import check_runnable
 from megatron_dcp.planner import PlanRequest
+from megatron_dcp.planner.oversize import fit_samples
 from megatron_dcp.runtime.eventlog import now_us
-from megatron_dcp.runtime.oversize import fit_samples
 from megatron_dcp.runtime.sampler import GlobalSampler
 from megatron_dcp.runtime.schedule import Work, rank_schedule
 from megatron_dcp.runtime.stream import EndOfData, StreamSampler
@@ -54,6 +55,7 @@ class Prepared:
     error: BaseException | None = None
     dropped: int = 0
     cut: int = 0
+    padding: int = 0  # tokens of the plan that are no sample's
     plan_us: tuple[int, int] = (0, 0)
     data_us: tuple[int, int] = (0, 0)
 
@@ -107,6 +109,7 @@ class StepPreparer:
         closing_dummy: bool,
         weight_dtype: torch.dtype,
         max_length: int | None = None,
+        shape_quantum: int = 0,
         shapes: Sequence[tuple[int, int, int]] | None = None,
         post: PlanPost | None = None,
     ) -> None:
@@ -115,7 +118,7 @@ class StepPreparer:
         self.settings, self.plan_fn, self.read = settings, plan_fn, read
         self.min_microbatches, self.closing_dummy = min_microbatches, closing_dummy
         self.weight_dtype = weight_dtype
-        self.max_length = max_length
+        self.max_length, self.shape_quantum = max_length, shape_quantum
 
     def longest(self) -> list[int]:
         """Dataset indices of the heaviest batch that could be drawn: the longest samples."""
@@ -161,9 +164,8 @@ class StepPreparer:
         return prepared
 
     def _plan(self, prepared: Prepared, s: PlanSettings) -> None:
-        lengths = [self.lengths[i] for i in prepared.indices]
-        if self.max_length is not None:
-            lengths = [min(n, self.max_length) for n in lengths]
+        own = [self._length(i) for i in prepared.indices]
+        lengths = Workload(lengths=tuple(own)).rounded(self.shape_quantum).lengths
         request = self._request(lengths, prepared, s)
         fitted = fit_samples(
             lengths,
@@ -196,6 +198,13 @@ class StepPreparer:
                 invariant="lockstep_slots_match",
             )
         prepared.plan = check_runnable(plan, s.profile.head_limits)
+        pairs = zip(prepared.indices, plan.lengths, strict=True)
+        prepared.padding = sum(max(0, n - self._length(i)) for i, n in pairs)
+
+    def _length(self, index: int) -> int:
+        """Tokens of a sample, cut to max_length."""
+        n: int = self.lengths[index]
+        return n if self.max_length is None else min(n, self.max_length)
 
     def _request(self, lengths: Sequence[int], prepared: Prepared, s: PlanSettings) -> PlanRequest:
         shapes = self.shapes
@@ -236,7 +245,9 @@ class StepPreparer:
             dataset = _Clipped(dataset, wanted, self.read.per_sample)
 
         def sample(i: int) -> Sample:
-            return read_sample(dataset, prepared.indices[i], plan.lengths[i], self.read)
+            index, length = prepared.indices[i], plan.lengths[i]
+            found = read_sample(dataset, index, min(length, self._length(index)), self.read)
+            return padded_sample(found, length)
 
         rank, weight = self.world.rank, 0.0
         schedule = rank_schedule(

@@ -119,8 +119,8 @@ class Step:
     """The microbatches of one optimizer step on this rank; iterate once, then `finish`.
 
     index: step number from 0. indices: dataset indices of its samples, in sample order. tokens: of
-    the global batch. denominator: sum of loss weights over all ranks. After `finish`: loss,
-    grad_norm (when clipping), metrics.
+    the global batch, padding: what shape_quantum added. denominator: sum of loss weights over all
+    ranks. After `finish`: loss, grad_norm (when clipping), metrics.
     """
 
     def __init__(
@@ -133,10 +133,12 @@ class Step:
         denominator: float,
         *,
         batch_dim: bool,
+        padding: int = 0,
         on_finish: Callable[[Step], None] | None = None,
         replan: Replan | None = None,
     ) -> None:
         self._on_finish, self._replan, self._batch_dim = on_finish, replan, batch_dim
+        self.padding = padding
         self.engine, self.index = engine, index
         self.finished = False
         self.loss: float | None = None
@@ -180,7 +182,7 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        return self.plan.workload.tokens
+        return self.plan.workload.tokens - self.padding
 
     def __len__(self) -> int:
         return len(self.microbatches)

@@ -109,6 +109,11 @@ def _attention(
 ) -> Tensor:
     if q.dim() == 4 and q.shape[0] == 1:
         return _attention(q[0], k[0], v[0], ctx, options, axis, rows).unsqueeze(0)
+    if ctx.padded and not options.mask.causal:
+        raise ConfigError(
+            "attention: causal=False on samples that shape_quantum pads: their tokens would see "
+            "the padding. Leave shape_quantum out of engine.dataloader, or pass causal=True"
+        )
     if axis is None and rows != "own":
         raise ConfigError(f"attention: rows={rows!r} belongs to axis 'space' or 'time'; pass axis")
     _check(q, k, v, ctx, ctx.rows if axis is None else layout_rows(ctx, rows))

@@ -51,15 +51,16 @@ class Tally:
     groups: set[tuple[int, ...]] = field(default_factory=set)
     failed: str | None = None
 
-    def add(self, key: StepKey, plan: StepPlan, outcome: Replay) -> None:
-        """Count one replayed step of a seed."""
+    def add(self, key: StepKey, plan: StepPlan, outcome: Replay, padding: int = 0) -> None:
+        """Count one replayed step of a seed. padding: tokens of the plan's lengths that are none of
+        a sample's."""
         self.step_us[key] = outcome.step_us
         self.rank_us += outcome.step_us * outcome.lanes
         for name in SHARES:
             self.sums[name] += getattr(outcome, name)
         self.reduction += outcome.reduction_us * outcome.lanes
-        self.tokens += plan.workload.tokens
-        self.padding += padded_tokens(plan)
+        self.tokens += plan.workload.tokens - padding
+        self.padding += padded_tokens(plan) + padding
         self.ranks = outcome.lanes
         if "planner_us" in plan.info:
             self.planner_us.append(float(plan.info["planner_us"]))

@@ -25,7 +25,7 @@ from megatron_dcp.observe.summary import load_summary
 from megatron_dcp.plan import load
 from megatron_dcp.testing.cases.hf import forget_rope
 from megatron_dcp.testing.hf_models import MODELS, tiny_model
-from megatron_dcp.testing.pool import WorkerPool
+from megatron_dcp.testing.pool import WorkerError, WorkerPool
 
 MODEL = "megatron_dcp.testing.cases.hf:model_case"
 TRAINER = "megatron_dcp.testing.cases.trainers:trainer_case"
@@ -51,6 +51,15 @@ def check_model(results: list[dict[str, Any]], name: str) -> None:
 @pytest.mark.parametrize("name", model_names())
 def test_gradients_of_models(pool2: WorkerPool, name: str) -> None:
     check_model(pool2.run(2, MODEL, name=name, seed=3), name)
+
+
+def test_padded_samples(pool2: WorkerPool) -> None:
+    check_model(pool2.run(2, MODEL, name="llama", seed=3, quantum=16), "llama")
+
+
+def test_a_router_loss_refuses_padding(pool2: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match="shape_quantum"):
+        pool2.run(2, MODEL, name="mixtral", seed=3, quantum=16)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "llama-dynamic"])

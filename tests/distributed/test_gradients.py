@@ -52,6 +52,15 @@ def test_random_plans(pool: WorkerPool, ranks: int, option: str, wrapper: str) -
         check(pool.run(ranks, CASE, seed=seed, wrapper=wrapper, **OPTIONS[option]))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_padding_to_a_shape_quantum_changes_no_gradient(pool: WorkerPool, ranks: int) -> None:
+    """Padding of the samples is planned, dealt to ranks and computed; the reference has none."""
+    for seed in range(2):
+        results = pool.run(ranks, CASE, seed=seed, quantum=16, masked=0.3, normalize="sample")
+        check(results)
+        assert all(r["padding"] > 0 for r in results)
+
+
 @pytest.mark.parametrize("ranks", [3, 5, 6, 7])
 def test_rank_counts_that_are_no_powers_of_two(pool: WorkerPool, ranks: int) -> None:
     check(pool.run(ranks, CASE, seed=ranks, samples=12))

@@ -16,7 +16,7 @@ from megatron_dcp.dist.context import cu_seqlens_of
 from megatron_dcp.observe.timeline import draw_step
 from megatron_dcp.plan import Topology, Workload, digest, dumps, load
 from megatron_dcp.planner import PlanRequest, make_plan, strategy_names
-from megatron_dcp.runtime.oversize import most_bytes_needed
+from megatron_dcp.planner.oversize import most_bytes_needed
 from megatron_dcp.testing.cases.gradients import Samples, random_lengths, run_step
 from megatron_dcp.testing.models import TinyModel, weighted_loss_sum
 from megatron_dcp.testing.plans import tiny_profile

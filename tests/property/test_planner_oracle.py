@@ -15,8 +15,8 @@ from megatron_dcp.data.generators import generate
 from megatron_dcp.errors import PlanError
 from megatron_dcp.plan import StepPlan, Topology, Workload, canonical_bytes, diff
 from megatron_dcp.planner import PlanRequest, make_plan
-from megatron_dcp.planner.core import most_tokens
 from megatron_dcp.planner.oracle import oracle_bound_us, oracle_plan
+from megatron_dcp.planner.oversize import most_bytes_needed
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "planner"))
 from workloads import random_request
@@ -87,7 +87,9 @@ def test_any_lengths(lengths: list[int], nodes: int, per_node: int, lockstep: st
 @pytest.mark.parametrize("seed", range(60))
 def test_random_profiles_topologies_and_budgets(seed: int) -> None:
     request = random_request(seed, most_ranks=24, most_samples=60)
-    if max(request.workload.lengths) > most_tokens(request):
+    longest = max(request.workload.lengths)
+    least = most_bytes_needed(request.cost, longest, recompute=request.recompute)
+    if least > request.budget_bytes:
         for planner in (make_plan, oracle_plan):
             with pytest.raises(PlanError, match="fits_memory"):
                 planner(request)

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from megatron_dcp.adapters.hf.prepare import Prepared, forward_losses, weighted_sum
+from megatron_dcp.errors import ConfigError
 
 
 def microbatch_loss(prepared: Prepared, model: nn.Module, step: Any, mb: Any) -> Tensor:
@@ -18,6 +19,11 @@ def microbatch_loss(prepared: Prepared, model: nn.Module, step: Any, mb: Any) ->
     """
     losses, balance = forward_losses(prepared, model, mb.inputs, mb.labels, mb.context)
     total = weighted_sum(losses, mb.weights.reshape(-1))
+    if balance is not None and mb.context.padded:
+        raise ConfigError(
+            "the router's balance loss counts every token, the padding of shape_quantum too: leave "
+            "shape_quantum out of engine.dataloader, or set output_router_logits to false"
+        )
     if balance is not None and prepared.router is not None and not mb.dummy:
         samples = len(step.plan.lengths)
         total = total + balance * (prepared.router[0] * step.denominator / samples)

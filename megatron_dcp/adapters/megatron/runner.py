@@ -41,6 +41,7 @@ from megatron_dcp.errors import AdapterError, OutOfMemoryError
 from megatron_dcp.plan import Placement, StepPlan, Workload, digest, dumps, lockstep_ranks
 from megatron_dcp.plan.shards import shard_map
 from megatron_dcp.planner import PlanRequest, make_plan
+from megatron_dcp.planner.oversize import most_bytes_needed
 from megatron_dcp.runtime.oom import (
     agreed_limit,
     is_out_of_memory,
@@ -48,7 +49,6 @@ from megatron_dcp.runtime.oom import (
     smaller_budget,
     write_budget,
 )
-from megatron_dcp.runtime.oversize import most_bytes_needed
 
 
 @dataclass(slots=True, kw_only=True)

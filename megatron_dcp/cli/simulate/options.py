@@ -63,6 +63,9 @@ class SimulateOptions:
     """Any of ranks, context, network, memory, model (commas, or all): figures over that axis."""
     context: int | None = None
     """Longest sample in tokens; text is cut, video loses frames."""
+    shape_quantum: int = 0
+    """Round every length up to a multiple of so many tokens (torch.compile: fewer shapes); the
+    padding that this adds counts as padding. 0: off."""
     network_gbit_per_s: float | None = None
     """With --hardware: network rate of one rank instead of the datasheet's."""
     pipeline_stages: int = 1
@@ -90,6 +93,8 @@ class SimulateOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} is {value}; use >= 1")
+        if self.shape_quantum < 0:
+            raise ConfigError(f"--shape-quantum is {self.shape_quantum}; use >= 0")
         if self.seed < 0:
             raise ConfigError(f"--seed is {self.seed}; use >= 0")
         for name in ("limit_s", "plan_limit_s"):

@@ -81,8 +81,9 @@ def _run_strategy(
         if done and time.perf_counter() - begin > limit_s:
             progress(f"{name}: stopped after {done} of {len(batches)} steps (time limit)")
             break
+        rounded = workload.rounded(options.shape_quantum)
         request = PlanRequest(
-            workload=workload, topology=options.topology, profile=profile,
+            workload=rounded, topology=options.topology, profile=profile,
             lockstep=options.domain, step=step, recompute=options.recompute != "off",
         )  # fmt: skip
         try:
@@ -93,7 +94,8 @@ def _run_strategy(
             break
         keep = name not in study.plans
         settings = replace(sampler[seed], keep_spans=keep)
-        tally.add((seed, step), plan, replay(plan, profile, settings))
+        padding = rounded.tokens - workload.tokens
+        tally.add((seed, step), plan, replay(plan, profile, settings), padding)
         if keep:
             study.plans[name] = plan
         if seed == options.seed:

@@ -46,6 +46,7 @@ def native_contender(
     seed: int,
     lr: float,
     ranks_per_node: int | None = None,
+    shape_quantum: int = 0,
     plan_ahead: int = 1,
     plan_fn: PlanFn | None = None,
 ) -> EngineContender:
@@ -63,7 +64,10 @@ def native_contender(
     engine.wrap_layers(own.layers)
     if linked.bytes_per_s is not None:
         engine.world.wire.pacer = LinkPacer(linked.bytes_per_s)
-    loader = engine.dataloader(corpus, global_batch_size=global_batch, lengths="lengths", seed=seed)
+    loader = engine.dataloader(
+        corpus, global_batch_size=global_batch, lengths="lengths", seed=seed,
+        shape_quantum=shape_quantum,
+    )  # fmt: skip
 
     def loss(mb: Any) -> torch.Tensor:
         return loss_sum(own(**mb.inputs), mb.labels)

@@ -61,7 +61,7 @@ def train_long(
     engine.handle_preemption()
     loader = engine.dataloader(
         corpus, global_batch_size=options.global_batch, lengths="lengths", seed=options.seed,
-        steps=options.train_steps,
+        steps=options.train_steps, shape_quantum=options.shape_quantum,
     )  # fmt: skip
     if options.resume:
         found = load_checkpoint(engine, loader, checkpoints, allow_previous=options.allow_previous)

@@ -38,6 +38,9 @@ class TrainOptions:
     max_length: int = 8192
     """Longer samples are cut to this many tokens; how many were is printed."""
 
+    shape_quantum: int = 0
+    """Pad every sample to a multiple of so many tokens (torch.compile: fewer shapes); 0: off."""
+
     global_batch: int = 16
     """Samples per optimizer step."""
 
@@ -105,6 +108,10 @@ class TrainOptions:
                      "metrics_every"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+        if self.shape_quantum < 0:
+            raise ConfigError(f"--shape-quantum is {self.shape_quantum}; use at least 0")
+        if self.shape_quantum and self.suite != "one":
+            raise ConfigError("--shape-quantum belongs to --suite one")
         if self.train_steps is not None and self.train_steps < 1:
             raise ConfigError("--train-steps must be at least 1")
         given = (self.resume, self.allow_previous, self.cost, self.metrics, self.refit)

@@ -102,7 +102,7 @@ class _Trainer:
             native_contender(
                 s, world=world, model=self.model, corpus=self.corpus, linked=linked,
                 global_batch=options.global_batch, seed=options.seed, lr=options.lr,
-                ranks_per_node=options.ranks_per_node,
+                ranks_per_node=options.ranks_per_node, shape_quantum=options.shape_quantum,
             )
             for s in self._strategies()
         ]  # fmt: skip

@@ -117,6 +117,7 @@ def gradient_case(
     planes: list[list[int]] | None = None,
     ranks_per_node: int | None = None,
     compiled: bool = False,
+    quantum: int = 0,
 ) -> dict[str, Any]:
     """Gradient error of one step of this rank's parameters, and the loss error."""
     data = Samples(random_lengths(seed, samples, longest), seed, masked=masked, weighted=weighted)
@@ -138,7 +139,9 @@ def gradient_case(
         plan_ahead=0,
         world=world,
     )
-    loader = engine.dataloader(data, global_batch_size=samples, lengths="lengths", seed=seed)
+    loader = engine.dataloader(
+        data, global_batch_size=samples, lengths="lengths", seed=seed, shape_quantum=quantum
+    )
     step = next(iter(loader))
     loss = run_step(engine, step)
     expected, grads = reference_step(reference_model, data, step.indices, normalize)
@@ -152,6 +155,7 @@ def gradient_case(
         "lockstep": engine.lockstep,
         "degrees": sorted({p.degree for p in step.plan.placements}),
         "microbatches": len(step),
+        "padding": step.padding,
         "dummies": sum(mb.dummy for mb in step.microbatches),
         "schemes": sorted({mb.placement.scheme for mb in step.microbatches}),
         "recomputed": max((mb.recompute for mb in step.microbatches), default=0),

@@ -26,6 +26,7 @@ def model_case(
     samples: int = 9,
     checkpointing: bool = False,
     chunk_tokens: int | None = None,
+    quantum: int = 0,
     **changes: Any,
 ) -> dict[str, Any]:
     """Gradient error of one step of a tiny model; wrapper: bare, ddp or fsdp2."""
@@ -44,8 +45,9 @@ def model_case(
         world=cached_world(), recompute="off",
     )  # fmt: skip
     loader = engine.dataloader(
-        data, global_batch_size=samples, lengths="lengths", seed=seed, batch_dim=True
-    )
+        data, global_batch_size=samples, lengths="lengths", seed=seed, batch_dim=True,
+        shape_quantum=quantum,
+    )  # fmt: skip
     step = next(iter(loader))
     for mb in step:
         mb.backward(microbatch_loss(prepared, wrapped, step, mb))

@@ -132,6 +132,18 @@ def test_oversize_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads(capsys.readouterr().out)["lengths"] == [5, 409600, 7]
 
 
+def test_a_shape_quantum_rounds_the_lengths(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lengths.txt"
+    path.write_text("5\n64\n65\n")
+    base = ["plan", "--lengths", str(path), "--ranks", "8", "--json", "--shape-quantum"]
+    assert main([*base, "64"]) == 0
+    assert json.loads(capsys.readouterr().out)["lengths"] == [64, 64, 128]
+    assert main([*base, "-1"]) == 2
+    assert "shape quantum -1" in capsys.readouterr().err
+
+
 def test_a_pipe_is_written_to_and_a_link_is_followed(tmp_path: Path) -> None:
     pipe, link, target = tmp_path / "pipe", tmp_path / "link.json", tmp_path / "target.json"
     os.mkfifo(pipe)

@@ -150,3 +150,19 @@ def test_simulating_and_reporting_import_no_torch(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_shape_quantum_gives_fewer_shapes_for_more_padding(capsys):
+    args = ("--lengths", "preset:wiki", "--strategies", "dcp")
+    _, free = run_json(capsys, *args)
+    _, padded = run_json(capsys, *args, "--shape-quantum", "256")
+    before, after = free["details"]["dcp"], padded["details"]["dcp"]
+    assert after["shapes"] < before["shapes"]
+    assert padded["strategies"]["dcp"]["padding"] > free["strategies"]["dcp"]["padding"]
+    # Only real tokens count as throughput.
+    assert after["tokens_per_s_per_rank"] < before["tokens_per_s_per_rank"]
+
+
+def test_a_shape_quantum_is_refused_for_video(capsys):
+    assert main([*FAST, *VIDEO, "--strategies", "dcp", "--shape-quantum", "64"]) == 2
+    assert "cannot be padded" in capsys.readouterr().err

@@ -15,6 +15,8 @@ from megatron_dcp.cli.main import main
         (["--ranks-per-node", "3"], "ranks_per_node 3"),
         (["--lr", "nan"], "--lr is nan"),
         (["--memory-tokens", "-1"], "--memory-tokens"),
+        (["--shape-quantum", "-1"], "--shape-quantum is -1"),
+        (["--shape-quantum", "64", "--suite", "quickstart"], "belongs to --suite one"),
         (["--watchdog-s", "0"], "--watchdog-s is 0"),
         (["--out", __file__], "is not a folder"),
     ],

@@ -14,6 +14,7 @@ from megatron_dcp.dispatch import (
     SampleError,
     clip_item,
     dummy_sample,
+    padded_sample,
     read_sample,
 )
 from megatron_dcp.errors import ConfigError
@@ -97,3 +98,24 @@ def test_per_sample_fields_are_neither_checked_nor_cut() -> None:
     assert cut["input_ids"] == [1]
     with pytest.raises(SampleError, match="name the field in `per_sample`"):
         read(item, 4)
+
+
+def test_padding_has_no_label_and_no_weight() -> None:
+    item = {
+        "input_ids": [5, 6, 7],
+        "grid": torch.ones(3, 2),
+        "documents": [2, 1],
+        "prefix": 1,
+        "sample_weight": 2.0,
+    }
+    sample = read(item, 3, normalize="sample")
+    padded = padded_sample(sample, 8)
+    assert padded.length == 8
+    assert padded.padding == 5
+    assert padded.inputs["input_ids"].tolist() == [5, 6, 7, 7, 7, 7, 7, 7]
+    assert padded.inputs["grid"].shape == (8, 2)
+    assert padded.labels.tolist() == [6, 7, *[-100] * 6]
+    assert padded.weights.tolist() == [*sample.weights.tolist(), *[0.0] * 5]
+    assert (padded.documents, padded.prefix) == ((2, 1, 5), 1)
+    assert padded_sample(sample, 3) is sample
+    assert dummy_sample(padded).padding == 0

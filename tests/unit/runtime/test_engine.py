@@ -167,6 +167,20 @@ def test_max_length_clips() -> None:
     assert sorted(next(iter(loader)).plan.lengths) == [4, 6]
 
 
+def test_a_shape_quantum_pads_after_clipping() -> None:
+    e = engine()
+    loader = e.dataloader(
+        Texts([4, 25, 3]), global_batch_size=3, lengths="lengths", max_length=8, shape_quantum=4
+    )
+    step = next(iter(loader))
+    assert sorted(step.plan.lengths) == [4, 4, 8]
+    assert (step.tokens, step.padding) == (15, 1)
+    assert step.denominator == 3 + 7 + 2  # every real token but the last of each sample
+    for mb in step:
+        run(e, mb)
+    step.finish()
+
+
 def test_a_plan_that_recomputes_more_than_the_model_has_is_refused() -> None:
     def make(request: Any) -> Any:
         placement = Placement(slot=0, first_rank=0, degree=1, samples=(0,), recompute=2)
@@ -267,6 +281,7 @@ def test_shapes_reach_plan_and_microbatch_and_captions_come_by_sample() -> None:
         ([(2, 2, 3), (1, 2, 3), (4, 2, 3)], {}, r"sample 2 has shape \(4, 2, 3\) and length 30"),
         ("sizes", {}, "shapes='sizes': the data set"),
         ("shapes", {"max_length": 6}, "cannot be cut"),
+        ("shapes", {"shape_quantum": 4}, "which a grid cannot be"),
     ],
 )
 def test_wrong_shapes_are_told_at_once(shapes: Any, options: Any, message: str) -> None:
@@ -324,7 +339,8 @@ def test_bad_options_are_refused_at_once(option: dict[str, Any]) -> None:
     [
         ({"global_batch_size": 1.5}, "global_batch_size=1.5"), ({"lengths": None}, "lengths=None"),
         ({"steps": -1}, "steps=-1"), ({"epochs": -1}, "epochs=-1"), ({"seed": -1}, "seed=-1"),
-        ({"max_length": 0}, "max_length=0"),
+        ({"max_length": 0}, "max_length=0"), ({"shape_quantum": -1}, "shape_quantum=-1"),
+        ({"max_length": 6, "shape_quantum": 4}, "no multiple of shape_quantum=4"),
     ],
 )  # fmt: skip
 def test_bad_loader_options_are_refused_at_once(option: dict[str, Any], words: str) -> None:

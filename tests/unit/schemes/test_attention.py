@@ -6,7 +6,9 @@ import pytest
 import torch
 
 import megatron_dcp as mdcp
+from megatron_dcp.dist import DataWorld, make_context
 from megatron_dcp.errors import ConfigError
+from megatron_dcp.plan import Placement
 from megatron_dcp.testing.reference import dense_attention, visible
 
 
@@ -26,6 +28,16 @@ def test_packed_runs_samples_apart() -> None:
     )
     assert torch.allclose(out, want, atol=1e-12)
     assert torch.equal(batched[0], out)
+
+
+def test_only_a_causal_mask_keeps_padding_from_real_tokens() -> None:
+    q, k, v = qkv(12)
+    alone = Placement(slot=0, first_rank=0, degree=1, samples=(0,))
+    ctx = make_context(DataWorld(alone=True), alone, [12], padded=True)
+    with pytest.raises(ConfigError, match="shape_quantum"):
+        mdcp.attention(q, k, v, causal=False, placement=ctx)
+    want = dense_attention(q[:9], k[:9], v[:9], visible(9))
+    assert torch.allclose(mdcp.attention(q, k, v, placement=ctx)[:9], want, atol=1e-12)
 
 
 def test_outside_a_microbatch_it_says_what_to_do() -> None:

@@ -16,12 +16,13 @@ from megatron_dcp.errors import ConfigError, PlanError
 
 
 def most_bytes_needed(cost: CostModel, length: int, *, recompute: bool) -> int:
-    """Bytes per rank of one sample at its leanest: any degree and scheme."""
-    layers = cost.layers if recompute else 0
+    """Bytes per rank of one sample at its leanest: any degree and scheme, all layers or none
+    recomputed."""
     return min(
         cost.bytes(Pack(length), degree, mode, layers)
         for degree in cost.topology.degrees()
         for mode in cost.modes(degree)
+        for layers in {0, cost.layers if recompute else 0}
     )
 
 
