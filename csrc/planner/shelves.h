@@ -71,6 +71,7 @@ class Shelves {
     i64 tokens = 0;
   };
 
+  // shelf.cc.
   // Fills one shelf; `whole`: gives up (false) when a sample would be left.
   bool fill(const std::vector<int>& samples, i64 height, int recompute, bool whole,
             Shelf* out) const;
@@ -84,8 +85,10 @@ class Shelves {
                    const std::vector<int>& used, bool whole, std::vector<Open>* open,
                    std::vector<int>* left) const;
   Fit fit(int sample, i64 height, int recompute) const;
-  Load load(const std::vector<int>& samples) const;
   double again(int recompute) const;
+
+  // shelves.cc.
+  Load load(const std::vector<int>& samples) const;
   // Least us of a sample on any degree.
   i64 fastest(int sample) const;
   double estimate(const Load& all, i64 count) const;

@@ -3,8 +3,8 @@
 It exists to be read and to be compared with: `tests/property/test_planner_oracle.py` holds the
 canonical bytes of both equal. Structure and names follow csrc/planner file by file (oracle_table:
 table, bound; oracle_layout: layout; oracle_search: search, improve; oracle_finish: finish;
-oracle_shelves: shelves); the static fallback is the strategy `static` itself. Hundreds of times
-slower than C++.
+oracle_shelf: shelf; oracle_shelves: shelves); the static fallback is the strategy `static` itself.
+Hundreds of times slower than C++.
 """
 
 from __future__ import annotations
