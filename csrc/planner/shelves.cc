@@ -212,14 +212,43 @@ void Shelves::stack(std::vector<int> samples, bool wide, Stack* best) const {
   }
 }
 
+// Every block of the shelf with exactly `r` recomputed layers; the height, -1: one does not fit.
+i64 Shelves::price_blocks(const Shelf& shelf, int r, std::vector<Placement>* out) const {
+  i64 height = 0;
+  out->clear();
+  for (const Block& b : shelf.blocks) {
+    Placement p;
+    if (!price(table_, b.first, b.degree, r, b.samples, &p)) return -1;
+    height = std::max(height, p.time_us);
+    out->push_back(std::move(p));
+  }
+  return height;
+}
+
+// A shelf was filled for one of a few recompute values; its blocks may need less.
+bool Shelves::settle(const Shelf& shelf, std::vector<Placement>* out) const {
+  int least = 0;
+  for (const Block& b : shelf.blocks) {
+    int mode = 0, r = 0;
+    table_.best_mode(sum(table_.request(), b.samples), b.degree, -1, &mode, &r);
+    least = std::max(least, r);
+  }
+  const i64 height = price_blocks(shelf, shelf.recompute, out);
+  if (least >= shelf.recompute) return height >= 0;
+  std::vector<Placement> lean;
+  const i64 lower = price_blocks(shelf, least, &lean);
+  if (lower >= 0 && (height < 0 || lower <= height)) out->swap(lean);
+  return height >= 0 || lower >= 0;
+}
+
 bool Shelves::run(const std::vector<int>& samples, int slot, std::vector<Placement>* out) const {
   Stack best;
   for (const bool wide : {false, true}) stack(samples, wide, &best);
   if (best.shelves.empty()) return samples.empty();
   for (const Shelf& shelf : best.shelves) {
-    for (const Block& b : shelf.blocks) {
-      Placement p;
-      if (!price(table_, b.first, b.degree, shelf.recompute, b.samples, &p)) return false;
+    std::vector<Placement> placed;
+    if (!settle(shelf, &placed)) return false;
+    for (Placement& p : placed) {
       p.slot = slot;
       out->push_back(std::move(p));
     }

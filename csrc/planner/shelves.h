@@ -98,6 +98,9 @@ class Shelves {
   bool deal(const std::vector<int>& samples, i64 ceiling, std::vector<Shelf>* out) const;
   bool best_shelf(const std::vector<int>& samples, bool wide, Shelf* out) const;
   void stack(std::vector<int> samples, bool wide, Stack* best) const;
+  i64 price_blocks(const Shelf& shelf, int recompute, std::vector<Placement>* out) const;
+  // The placements of a shelf, with one recompute value; false: a block does not fit.
+  bool settle(const Shelf& shelf, std::vector<Placement>* out) const;
 
   const Table& table_;
   const Singles& singles_;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from megatron_dcp.cost import Pack
 from megatron_dcp.plan import Placement
 from megatron_dcp.planner.oracle_finish import close_plan, finish, price
 from megatron_dcp.planner.oracle_search import NEVER, Search
@@ -174,6 +175,28 @@ class Shelves(Shelving):
         total = best.total - height + sum(s.height for s in several)
         return Stack([*best.shelves[:kept], *several], total)
 
+    def _price_blocks(self, shelf: Shelf, r: int) -> list[Placement] | None:
+        """Every block of the shelf with exactly `r` recomputed layers; None: one does not fit."""
+        placed = [price(self.table, b.first, b.degree, r, b.samples) for b in shelf.blocks]
+        return None if None in placed else [p for p in placed if p is not None]
+
+    def _settle(self, shelf: Shelf) -> list[Placement] | None:
+        """A shelf was filled for one of a few recompute values; its blocks may need less."""
+        table, least = self.table, 0
+        for b in shelf.blocks:
+            pack = Pack()
+            for j in b.samples:
+                pack = pack + table.samples[j]
+            time, _, r = table.best_mode(pack, b.degree, -1)
+            least = max(least, r if time >= 0 else 0)
+        own = self._price_blocks(shelf, shelf.recompute)
+        if least >= shelf.recompute:
+            return own
+        lean = self._price_blocks(shelf, least)
+        if lean is None or (own is not None and _height(lean) > _height(own)):
+            return own
+        return lean
+
     def run(self, samples: list[int], slot: int) -> list[Placement] | None:
         """Placements from `slot` on; None when some sample does not fit here."""
         best = Stack()
@@ -181,14 +204,17 @@ class Shelves(Shelving):
             best = self.stack(list(samples), wide, best)
         if not best.shelves:
             return [] if not samples else None
-        out = []
+        out: list[Placement] = []
         for k, shelf in enumerate(best.shelves):
-            for b in shelf.blocks:
-                p = price(self.table, b.first, b.degree, shelf.recompute, b.samples)
-                if p is None:
-                    return None
-                out.append(replace(p, slot=slot + k))
+            placed = self._settle(shelf)
+            if placed is None:
+                return None
+            out += [replace(p, slot=slot + k) for p in placed]
         return out
+
+
+def _height(placements: list[Placement]) -> int:
+    return max((p.time_us for p in placements), default=0)
 
 
 def lockstep_plan(
