@@ -8,6 +8,7 @@ class Topology:
     virtual_stages: int = 1
     speed: tuple[int, ...] | None = None
     nodes: int
+    def microbatches(self, slots: int) -> int: ...
     def legal_degree(self, degree: int) -> bool: ...
     def degrees(self) -> list[int]: ...
     def block_fits(self, first_rank: int, degree: int) -> bool: ...
@@ -18,6 +19,7 @@ class Workload:
     lengths: tuple[int, ...]
     shapes: tuple[tuple[int, int, int], ...] | None = None
     tokens: int
+    def rounded(self, quantum: int) -> Workload: ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
@@ -48,10 +50,12 @@ class StepPlan:
     placements: tuple[Placement, ...]
     makespan_us: int
     lower_bound_us: int
+    dummy_us: int = 0
     step: int = 0
     info: Mapping[str, Any] = field(default_factory=dict)
     lengths: tuple[int, ...]
     gap: float
     slots: int
+    microbatches: int
     def of_rank(self, rank: int) -> list[Placement]: ...
     def tokens_of(self, placement: Placement) -> int: ...
