@@ -357,6 +357,8 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.threads < 1 or args.repeats < 1:
         raise ConfigError(f"--threads {args.threads}, --repeats {args.repeats}: both must be >= 1")
+    if args.cpu_time and args.threads != 1:
+        raise ConfigError(f"--cpu-time needs --threads 1; found --threads {args.threads}")
     out = sys.stderr if args.json else sys.stdout
     print(table([]), file=out)
     found = rows(

@@ -207,8 +207,8 @@ def load_summary(run: str | Path) -> dict[str, Any]:
         obj = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise ConfigError(
-            f"no summary.json in {path.parent}: not a run directory, or its run ended before it "
-            "wrote one"
+            f"no summary.json in {path.parent}: not a run directory, its run ended before it wrote "
+            "one, or it is a run of `mdcp train --train-steps` without --metrics"
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error

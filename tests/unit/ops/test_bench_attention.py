@@ -57,6 +57,12 @@ def test_processor_time_is_for_one_thread():
         bench.rows(cpu_time=True, threads=2)
 
 
+def test_cpu_time_with_threads_is_refused_before_the_table(capsys):
+    with pytest.raises(ConfigError, match="--cpu-time needs --threads 1"):
+        bench.main(["--cpu-time", "--threads", "2"])
+    assert capsys.readouterr().out == ""
+
+
 def test_peak_memory_is_at_least_the_results():
     peak = bench.peak_bytes("256x32", "bfloat16", "ours")
     # out and three gradients of 8192 x 8 x 64 elements; what the heap already held may serve some.
