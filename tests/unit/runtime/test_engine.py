@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -348,3 +349,33 @@ def test_bad_loader_options_are_refused_at_once(option: dict[str, Any], words: s
         engine().dataloader(
             Texts([3, 4]), **{"global_batch_size": 1, "lengths": "lengths", **option}
         )
+
+
+def exposed_ms(plan_ahead: int) -> list[float]:
+    """How long steps of 150 ms waited for a planner that takes 50 ms, as the metric and the events
+    tell."""
+    made = engine(plan_ahead=plan_ahead, measure=True)
+    plain = made.plan_fn
+
+    def slow(request: Any) -> Any:
+        time.sleep(0.05)
+        return plain(request)
+
+    made.plan_fn = slow
+    told = []
+    for step in made.dataloader(Texts([5] * 10), global_batch_size=2, lengths="lengths"):
+        for mb in step:
+            run(made, mb)
+        time.sleep(0.15)
+        step.finish()
+        told.append(step.metrics["planner_exposed_ms"])
+    events = [e["exposed_us"] / 1e3 for e in made.take_events() if e["kind"] == "plan"]
+    assert events == pytest.approx(told, abs=0.001)
+    return told
+
+
+def test_planning_is_exposed_in_line_and_hidden_in_the_background() -> None:
+    assert min(exposed_ms(plan_ahead=0)) >= 50
+    first, *steady = exposed_ms(plan_ahead=1)
+    assert first >= 50, "nothing hides the first plan"
+    assert float(np.median(steady)) < 5
