@@ -9,6 +9,9 @@ DCP adds are marked. Run on two CPU processes:
 # ruff: noqa: E402  (the stand-ins must be in place before Megatron is imported)
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -50,6 +53,20 @@ def item(generator: torch.Generator) -> dict[str, torch.Tensor]:
     }
 
 
+def loss_func(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum over tokens, their number, and both for the log."""
+    loss, count = (output.view(-1) * loss_mask.view(-1)).sum(), loss_mask.sum()
+    return loss, count.int(), {"lm loss": torch.stack([loss.detach(), count])}
+
+
+def forward_step(iterator: Any, model: Any) -> Any:
+    batch = next(iterator)
+    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    return output, partial(loss_func, batch["loss_mask"])
+
+
 def main() -> None:
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1)
@@ -77,10 +94,10 @@ def main() -> None:
         model.zero_grad_buffer()
         optimizer.zero_grad()
         reports = schedule(
-            forward_step_func=None,  # DCP: the adapter has GPT's; see MegatronDcp(forward_step=...)
+            forward_step_func=forward_step,
             data_iterator=iter([item(generator) for _ in range(8)]),
             model=[model],
-            num_microbatches=8,  # what the loader gives per rank; the plan decides what runs
+            num_microbatches=8,
             seq_length=LONGEST,
             micro_batch_size=1,
             forward_only=False,

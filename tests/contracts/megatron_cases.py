@@ -103,6 +103,9 @@ def _build(case: dict[str, Any], planned: bool) -> tuple[list[Any], Any, Any]:
     options = dict(case.get("model", {}))
     if case.get("bf16"):
         options.update(bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16)
+    overlap = case["vp"] is not None and not case.get("default_p2p")
+    if planned:  # the adapter switches it on where stages exchange shapes
+        options.setdefault("variable_seq_lengths", False)
     config = _transformer_config(
         {
             **options,
@@ -111,8 +114,8 @@ def _build(case: dict[str, Any], planned: bool) -> tuple[list[Any], Any, Any]:
             "virtual_pipeline_model_parallel_size": case["vp"],
             "expert_model_parallel_size": case["ep"],
             "context_parallel_size": case["cp"] if planned else 1,
-            "overlap_p2p_comm": case["vp"] is not None,
-            "batch_p2p_comm": case["vp"] is None,
+            "overlap_p2p_comm": overlap,
+            "batch_p2p_comm": not overlap,
         }
     )
     spec = get_gpt_layer_local_spec(options.get("num_moe_experts"), normalization="RMSNorm")
@@ -290,18 +293,23 @@ def compare(**case: Any) -> dict[str, Any]:
     case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, "steps": 20, **case}
     out: dict[str, Any] = {"version": megatron.core.__version__}
     for planned in (False, True):
-        ps.initialize_model_parallel(
-            tensor_model_parallel_size=case["tp"],
-            pipeline_model_parallel_size=case["pp"],
-            virtual_pipeline_model_parallel_size=case["vp"],
-            expert_model_parallel_size=case["ep"],
-            context_parallel_size=case["cp"] if planned else 1,
-        )
+        ps.initialize_model_parallel(**_grid(case if planned else {**case, "cp": 1}))
         try:
             out["planned" if planned else "static"] = _train(case, planned)
         finally:
             ps.destroy_model_parallel()
     return out
+
+
+def _grid(case: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of initialize_model_parallel of a planned run."""
+    return {
+        "tensor_model_parallel_size": case["tp"],
+        "pipeline_model_parallel_size": case["pp"],
+        "virtual_pipeline_model_parallel_size": case["vp"],
+        "expert_model_parallel_size": case["ep"],
+        "context_parallel_size": case["cp"],
+    }
 
 
 def refused(**case: Any) -> dict[str, Any]:
@@ -310,9 +318,9 @@ def refused(**case: Any) -> dict[str, Any]:
     from megatron.core import parallel_state as ps
 
     case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, "steps": 1, **case}
-    ps.initialize_model_parallel(
-        tensor_model_parallel_size=case["tp"], pipeline_model_parallel_size=case["pp"]
-    )
+    if "flight" in case:
+        case["memory_gb"] = budget_for(case["flight"])
+    ps.initialize_model_parallel(**_grid(case))
     try:
         steps = len(_train(case, True)["losses"])
         return {"error": "", "kind": "", "steps": steps}
@@ -320,6 +328,90 @@ def refused(**case: Any) -> dict[str, Any]:
         return {"error": str(error), "kind": type(error).__name__, "steps": 0}
     finally:
         ps.destroy_model_parallel()
+
+
+def budget_for(microbatches: float) -> float:
+    """GB in which the longest sample of step 0 fits two stages that hold so many microbatches.
+
+    1F1B holds as many on the first stage as there are stages: 2 here.
+    """
+    from megatron_dcp.adapters.megatron.pricing import model_profile
+    from megatron_dcp.plan import Topology
+
+    two = Topology(data_ranks=1, ranks_per_node=1, pipeline_stages=2)
+    profile = model_profile(_transformer_config({}), VOCAB, two, PlannerConfig(), MegatronConfig())
+    longest = max(sample(0, i)["tokens"].shape[1] for i in range(SAMPLES))
+    stage = profile.checkpoint_bytes_per_token_layer * profile.model.layers / 2
+    token = stage * microbatches + profile.working_bytes_per_token + profile.head_bytes_per_token
+    return (profile.static_bytes + longest * token) / 1e9
+
+
+def replay() -> dict[str, Any]:
+    """One step, the iterator rewound as Megatron's rerun machine does it, and the step again."""
+    standins.install(training=False)
+    from megatron.core import parallel_state as ps
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.rerun_state_machine import (
+        RerunDataIterator,
+        RerunMode,
+        destroy_rerun_state_machine,
+        initialize_rerun_state_machine,
+    )
+
+    from megatron_dcp.adapters.megatron.runner import MegatronDcp
+
+    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1}
+    ps.initialize_model_parallel()
+    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
+    try:
+        chunks, _, _ = _build(case, planned=True)
+        dcp = MegatronDcp(planner=PlannerConfig(strategy=register_mix()), step_of=lambda: 0)
+        schedule = dcp.wrap(get_forward_backward_func())
+        replica, count = ps.get_data_parallel_rank(), SAMPLES // ps.get_data_parallel_world_size()
+        rows = [item for step in (0, 1) for item in _items({}, step, replica, count)]
+        iterator = RerunDataIterator(iter(rows))
+        losses, gradients = [], []
+        for attempt in range(3):  # twice the first step, then the next one
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            reports = schedule(
+                forward_step_func=static_forward, data_iterator=iterator, model=chunks,
+                num_microbatches=count, seq_length=LONGEST, micro_batch_size=1,
+                forward_only=False,
+            )  # fmt: skip
+            losses.append(_mean_loss(reports))
+            gradients.append(torch.cat([p.main_grad.flatten() for p in chunks[0].parameters()]))
+            if attempt == 0:
+                iterator.rewind()
+            else:
+                iterator.advance()
+        return {
+            "losses": losses,
+            "digests": dcp.digests,
+            "equal": torch.equal(gradients[0], gradients[1]),
+            "next_differs": not torch.equal(gradients[1], gradients[2]),
+        }
+    finally:
+        destroy_rerun_state_machine()
+        ps.destroy_model_parallel()
+
+
+def without(*, piece: str, **case: Any) -> str:
+    """The error of one step of plain Megatron without a stand-in; "" when there is none."""
+    standins.remove()
+    standins.install(training=False, leave_out=(piece,))
+    from megatron.core import parallel_state as ps
+
+    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, "steps": 1, **case}
+    try:
+        ps.initialize_model_parallel(**_grid(case))
+        _train(case, False)
+        return ""
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        ps.destroy_model_parallel()
+        standins.remove()
 
 
 MEASURED = {

@@ -117,9 +117,20 @@ def test_planned_equals_static_on_the_newer_core(own_megatron_pool: WorkerPool, 
         ({"model": {"hidden_dropout": 0.1}}, "hidden_dropout is 0.1"),
         ({"model": {"calculate_per_token_loss": False}}, "calculate_per_token_loss"),
         ({"model": {**EXPERTS, "moe_aux_loss_coeff": 0.1}}, "moe_router_load_balancing_type"),
+        (
+            {"model": {**BALANCED, "moe_router_load_balancing_type": "global_aux_loss"}},
+            "moe_router_load_balancing_type global_aux_loss",
+        ),
+        ({"tp": 2, "model": BALANCED}, "seq_aux_loss with tensor parallelism"),
         ({"model": {**EXPERTS, "moe_expert_capacity_factor": 1.0}}, "capacity_factor"),
+        ({"model": {**EXPERTS, "moe_z_loss_coeff": 0.1}}, "moe_z_loss_coeff"),
+        (
+            {"ep": 2, "model": {**EXPERTS, "moe_token_dispatcher_type": "allgather"}},
+            "alltoall or flex",
+        ),
+        ({"pp": 2, "vp": 2, "default_p2p": True, "model": FOUR_LAYERS}, "batch_p2p_comm=False"),
         ({"strategy": "static", "memory_gb": 1e-6}, "bytes"),
-        ({"pp": 2, "strategy": "static", "memory_gb": 1e-6}, "bytes"),
+        ({"pp": 2, "strategy": "static", "flight": 1.5}, "bytes"),
         ({"strategy": "nonesuch"}, "unknown strategy 'nonesuch'"),
         ({"oversize": "drop"}, "--mdcp-oversize drop"),
         ({"fault": "fraction"}, "fractional loss weights"),
@@ -130,11 +141,31 @@ def test_planned_equals_static_on_the_newer_core(own_megatron_pool: WorkerPool, 
 def test_refused_on_every_rank_before_the_first_step(
     megatron_pool: WorkerPool, case: dict[str, Any], text: str
 ) -> None:
+    """`flight`: memory for so many microbatches of two stages; 1F1B holds two at once."""
     results = megatron_pool.run(2, "tests.contracts.megatron_cases:refused", **case)
     for result in results:
         assert text in result["error"]
         assert result["kind"] in ("AdapterError", "PlanError", "ConfigError")
         assert result["steps"] == 0
+
+
+def test_a_window_of_two_microbatches_fits_where_one_and_a_half_do_not(
+    megatron_pool: WorkerPool,
+) -> None:
+    """The other side of the refusal above, with a little more memory."""
+    case = {"pp": 2, "strategy": "static", "flight": 2.01}
+    for result in megatron_pool.run(2, "tests.contracts.megatron_cases:refused", **case):
+        assert (result["error"], result["steps"]) == ("", 1)
+
+
+def test_a_rerun_of_a_step_gives_the_same_bits(megatron_pool: WorkerPool) -> None:
+    """Megatron's rerun machine rewinds the iterator: same samples, plan, loss and gradients."""
+    for result in megatron_pool.run(2, "tests.contracts.megatron_cases:replay"):
+        first, again, following = result["losses"]
+        assert first == again != following
+        assert result["digests"][0] == result["digests"][1] != result["digests"][2]
+        assert result["equal"]
+        assert result["next_differs"]
 
 
 @pytest.mark.parametrize("kind", ["indexed", pytest.param("chats", marks=pytest.mark.nightly)])

@@ -1,9 +1,6 @@
 """The traps of trainer integrations: each test fails if its trap is stepped into.
 
-Traps shown elsewhere: unequal counts under DDP and gloo's missing average (test_fsdp.py), bucketed
-reductions inside a backward and clipping (test_deepspeed.py), recomputation, overwritten KV groups
-and buffers that DDP broadcasts inside a forward (test_hf.py), schedulers and sequence-parallel
-settings (test_accelerate.py).
+docs/integrations/traps.md lists all of them, those of Megatron too, with the test of each.
 """
 
 from __future__ import annotations
@@ -12,7 +9,7 @@ import pytest
 
 from megatron_dcp.errors import AdapterError, ConfigError
 from megatron_dcp.runtime.backend import BACKENDS
-from megatron_dcp.testing.pool import WorkerPool
+from megatron_dcp.testing.pool import COLLECTIVE_TIMEOUT_S, WorkerPool
 
 pytest.importorskip("deepspeed")
 
@@ -73,6 +70,36 @@ def test_clipping_default_is_written_down() -> None:
     silent = split_config({"train_batch_size": 8, "gradient_clipping": 0.5}, 2)
     assert silent.deepspeed["gradient_clipping"] == 0.5
     assert not any("gradient_clipping" in note for note in silent.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation"),
+        ({"compile": {"deepcompile": True}}, "deepcompile"),
+        ({"sequence_parallel_size": 4}, "sequence_parallel_size 4"),
+    ],
+)
+def test_settings_of_a_deepspeed_config_that_fix_one_layout(changes: dict, message: str) -> None:
+    from megatron_dcp.adapters.deepspeed import split_config
+
+    with pytest.raises(AdapterError, match=message):
+        split_config({"train_batch_size": 8, **changes}, 2)
+
+
+@pytest.mark.parametrize("argument", ["mpu", "collate_fn"])
+def test_deepspeed_gets_no_mpu_and_no_loader(argument: str) -> None:
+    """ZeRO spans all data ranks; the groups of a placement are the plan's."""
+    from torch import nn
+
+    from megatron_dcp.adapters.deepspeed import initialize
+
+    with pytest.raises(AdapterError, match=f"{argument} was passed"):
+        initialize(model=nn.Linear(1, 1), config={"train_batch_size": 2}, **{argument: object()})
+
+
+def test_collectives_of_the_tests_wait_longer_than_a_loaded_machine_takes() -> None:
+    assert COLLECTIVE_TIMEOUT_S >= 45
 
 
 def test_batch_sizes_of_a_stock_config_keep_their_meaning() -> None:

@@ -2,7 +2,8 @@
 
 An item is one microbatch of the static run: a dict of tensors [batch, seq, ...] (`tokens`,
 `labels`, `loss_mask`, `position_ids`, anything else per token) and, for packed data sets,
-`cu_seqlens` with the boundaries of the sequences. A row becomes one sample, or one per document:
+`cu_seqlens` with the boundaries of the sequences; or a list of such dicts of tensors [seq, ...],
+as loaders of variable-length data sets give it. A row becomes one sample, or one per document:
 
 * `cu_seqlens` present: its boundaries (SFT and inter-document masking);
 * split `documents`: where `position_ids` restarts, else after each end-of-document token;
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -47,8 +49,10 @@ class Splitter:
     restarts: bool = False
     trim: bool = True
 
-    def samples(self, item: Mapping[str, object]) -> list[Sample]:
+    def samples(self, item: Mapping[str, object] | list[Any]) -> list[Sample]:
         """The samples of one item, in order. Raises AdapterError when it has no lengths."""
+        if isinstance(item, list):
+            return [sample for one in item for sample in self.samples(one)]
         tokens, fields = _token_fields(item)
         out = []
         for row in range(tokens.shape[0]):

@@ -70,9 +70,14 @@ def check_arguments(args: Any) -> None:
 def _wrap_validate(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def validate_args(args: Any, *more: Any, **kwargs: Any) -> Any:
-        if getattr(args, "mdcp", False):
+        planned = getattr(args, "mdcp", False)
+        if planned:
             check_arguments(args)
-        return original(args, *more, **kwargs)
+        out = original(args, *more, **kwargs)
+        if planned and getattr(args, "use_varlen_dataset", False):
+            # Megatron chose a packing scheduler for this data set; here the plan packs.
+            args.sequence_packing_scheduler = None
+        return out
 
     return validate_args
 

@@ -84,10 +84,10 @@ TRAINERS = (
 def probe_all(*, quick: bool) -> list[dict[str, Any]]:
     """One dictionary per trainer: name, version, usable (None: not tried), text."""
     with ThreadPoolExecutor(max_workers=2) as pool:
-        return list(pool.map(lambda t: _probe(t, quick=quick), TRAINERS))
+        return list(pool.map(lambda t: probe(t, quick=quick), TRAINERS))
 
 
-def _probe(trainer: Trainer, *, quick: bool) -> dict[str, Any]:
+def probe(trainer: Trainer, *, quick: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"name": trainer.name, "version": None, "usable": False}
     folder = package_folder(trainer.module)
     if folder is None:

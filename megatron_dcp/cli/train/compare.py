@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import megatron_dcp as mdcp
+from megatron_dcp.cli.train.fused import Fused
 from megatron_dcp.cli.train.model import Gpt, loss_sum
 from megatron_dcp.cli.train.stack import Linked, Stack
 from megatron_dcp.cli.train.virtual import run_pack
@@ -47,6 +48,7 @@ def native_contender(
     lr: float,
     ranks_per_node: int | None = None,
     shape_quantum: int = 0,
+    fused: Fused | None = None,
     plan_ahead: int = 1,
     plan_fn: PlanFn | None = None,
 ) -> EngineContender:
@@ -54,7 +56,7 @@ def native_contender(
     where nothing is timed. Plans with a time limit are made by rank 0, always between steps.
     plan_fn: makes the plans instead of the registered strategy."""
     own = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(own.parameters(), lr=lr, weight_decay=0.1)
+    optimizer = (fused or Fused()).adamw(own.parameters(), lr)
     limited = timed_by_clock(strategy)
     engine = mdcp.initialize(
         own, optimizer, cost=linked.profile, strategy=strategy, ranks_per_node=ranks_per_node,

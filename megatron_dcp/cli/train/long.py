@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import megatron_dcp as mdcp
+from megatron_dcp.cli.train.fused import Fused
 from megatron_dcp.cli.train.metrics import RunMetrics
 from megatron_dcp.cli.train.model import Gpt, loss_sum
 from megatron_dcp.cli.train.options import TrainOptions
@@ -41,6 +42,7 @@ def train_long(
     corpus: TextCorpus,
     model: Gpt,
     fitted: Callable[[], CostProfile],
+    fused: Fused,
     say: Any,
 ) -> int:
     """Train, checkpointing; returns 0, or STOP_STATUS when a signal ended the run early."""
@@ -50,7 +52,7 @@ def train_long(
         options = replace(options, resume=True)
     checkpoints = options.out / "checkpoints"
     profile = _profile(options, checkpoints, fitted)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1)
+    optimizer = fused.adamw(model.parameters(), options.lr)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     engine = mdcp.initialize(
         model, optimizer, cost=profile, strategy=options.strategy_names[-1], scheduler=scheduler,

@@ -53,6 +53,10 @@ class TrainOptions:
     seed: int = 0
     lr: float = 1e-3
 
+    fused: Literal["auto", "off"] = "off"
+    """`auto`: fused AdamW and norms of apex or Transformer Engine where they run, else torch's own
+    fused AdamW; what is used, and why the rest is not, is printed."""
+
     ranks_per_node: int | None = None
     """Ranks per node of the plan's topology (default: all ranks in one node)."""
 

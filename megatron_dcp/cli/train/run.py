@@ -12,6 +12,7 @@ import tyro
 
 from megatron_dcp.cli.outputs import check_folder
 from megatron_dcp.cli.train.compare import gpt_stack, native_contender
+from megatron_dcp.cli.train.fused import find_fused
 from megatron_dcp.cli.train.interleave import Repeats, interleave
 from megatron_dcp.cli.train.long import train_long
 from megatron_dcp.cli.train.model import Gpt, GptConfig
@@ -51,6 +52,10 @@ class _Trainer:
         self.corpus = self._corpus()
         torch.manual_seed(options.seed)
         self.model = Gpt(GptConfig())
+        self.fused = find_fused(options.fused, next(self.model.parameters()).device)
+        self.fused.replace_norms(self.model)
+        for line in self.fused.lines:
+            self.say(line)
         wrap_layers(self.model.layers)
         self.stack = gpt_stack(self.model, max_length=options.max_length, say=self.say)
 
@@ -69,7 +74,7 @@ class _Trainer:
         if self.options.train_steps is not None:
             return train_long(
                 self.options, corpus=self.corpus, model=self.model, say=self.say,
-                fitted=lambda: self.stack.profile(self.options.budget_tokens),
+                fitted=lambda: self.stack.profile(self.options.budget_tokens), fused=self.fused,
             )  # fmt: skip
         if self.options.suite == "one":
             self._show(self.options.out, self._compare(self.options, self.options.out))
@@ -103,6 +108,7 @@ class _Trainer:
                 s, world=world, model=self.model, corpus=self.corpus, linked=linked,
                 global_batch=options.global_batch, seed=options.seed, lr=options.lr,
                 ranks_per_node=options.ranks_per_node, shape_quantum=options.shape_quantum,
+                fused=self.fused,
             )
             for s in self._strategies()
         ]  # fmt: skip

@@ -113,6 +113,23 @@ def test_cu_seqlens_cut_and_their_padding_is_ignored() -> None:
     assert lengths(Splitter(), item) == [4, 6]
 
 
+def test_lists_of_unpadded_samples_are_read_one_by_one() -> None:
+    """What Megatron's variable-length data sets give through their identity collate."""
+
+    def one(length: int, padding: int) -> dict[str, torch.Tensor]:
+        n = length + padding
+        return {
+            "tokens": torch.arange(n), "labels": torch.arange(n) + 1,
+            "loss_mask": (torch.arange(n) < length).float(), "position_ids": torch.arange(n),
+            "original_seq_len": torch.tensor([length]), "padded_seq_len": torch.tensor([n]),
+        }  # fmt: skip
+
+    first, second = Splitter().samples([one(5, 3), one(7, 1)])
+    assert [len(first["tokens"]), len(second["tokens"])] == [5, 7]
+    assert sorted(first) == ["labels", "loss_mask", "position_ids", "tokens"]
+    assert second["labels"].tolist() == list(range(1, 8))
+
+
 def test_weightless_tails_are_cut_and_weightless_samples_left_out() -> None:
     item = row()
     item["loss_mask"][0, 6:] = 0.0

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_dcp.cli.doctor import examine
 from megatron_dcp.cli.doctor.communicators import block_sizes, estimate
-from megatron_dcp.cli.doctor.trainers import TRAINERS, _probe, run_python
+from megatron_dcp.cli.doctor.trainers import TRAINERS, probe, run_python
 from megatron_dcp.cli.main import main
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.errors import ConfigError
@@ -58,7 +58,7 @@ def test_the_unrelated_apex_is_told_from_nvidias(tmp_path, monkeypatch):
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("raise RuntimeError('must not be imported')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = _probe(named("apex"), quick=False)
+    found = probe(named("apex"), quick=False)
     assert found["usable"] is False
     assert "is not NVIDIA's apex" in found["text"]
 
@@ -68,10 +68,10 @@ def test_a_package_that_fails_to_import_gives_its_reason(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('undefined symbol: _ZN3foo')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = _probe(named("flash_attn"), quick=False)
+    found = probe(named("flash_attn"), quick=False)
     assert found["usable"] is False
     assert "undefined symbol: _ZN3foo" in found["text"]
-    assert _probe(named("flash_attn"), quick=True)["usable"] is None
+    assert probe(named("flash_attn"), quick=True)["usable"] is None
 
 
 def test_a_crash_of_an_import_is_reported():

@@ -64,9 +64,17 @@ def test_shell_commands_parse(page):
         assert done.returncode == 0, f"{command}\n{done.stderr}"
 
 
-def test_every_fault_names_a_test_that_exists():
-    named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", (ROOT / "docs/reliability.md").read_text())
-    assert len(named) >= 25
+@pytest.mark.parametrize(
+    ("page", "least"), [("docs/reliability.md", 25), ("docs/integrations/traps.md", 50)]
+)
+def test_every_fault_and_trap_names_a_test_that_exists(page, least):
+    text = (ROOT / page).read_text()
+    named = re.findall(r"`(tests/[\w/.]+)::(\w+)`", text)
+    named += [
+        (f"tests/contracts/{file}", name)
+        for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", text)
+    ]
+    assert len(named) >= least
     for file, name in named:
         assert f"def {name}(" in (ROOT / file).read_text(), (file, name)
 
