@@ -184,39 +184,44 @@ namespace {
 
 constexpr int kCuts = 64;  // tries of one more pack
 
-// Gives every pack the first slot in which its ranks are free; slots used by each rank.
-std::vector<int> assign_slots(const Table& table, std::vector<std::vector<Placement>>* blocks) {
+// Gives every placement the first slot in which its ranks are free; slots used by each rank.
+std::vector<int> assign_slots(const Table& table, std::vector<Placement>* placements) {
   std::vector<int> next(table.request().ranks, 0);
-  for (std::vector<Placement>& packs : *blocks) {
-    for (Placement& p : packs) {
-      const auto begin = next.begin() + p.first, end = begin + p.degree;
-      p.slot = *std::max_element(begin, end);
-      std::fill(begin, end, p.slot + 1);
-    }
+  for (Placement& p : *placements) {
+    const auto begin = next.begin() + p.first, end = begin + p.degree;
+    p.slot = *std::max_element(begin, end);
+    std::fill(begin, end, p.slot + 1);
   }
   return next;
 }
 
-// want: packs of each block, 0: as few as is fast; becomes what each has.
+// want: packs of each block, 0: as few as is fast; becomes what each has. Slots used by each rank.
+std::vector<int> pack_blocks(const Table& table, const std::vector<Block>& blocks,
+                             std::vector<int>* want, std::vector<Placement>* out) {
+  out->clear();
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    const size_t before = out->size();
+    pack_block(table, blocks[b], (*want)[b], out);
+    (*want)[b] = int(out->size() - before);
+  }
+  return assign_slots(table, out);
+}
+
+// As pack_blocks; with pipeline stages packs of degree 1 are cut where a dummy would follow.
 Plan assemble(const Table& table, const std::vector<Block>& blocks, std::vector<int>* want) {
   const Request& q = table.request();
-  std::vector<std::vector<Placement>> packed(blocks.size());
-  for (size_t b = 0; b < blocks.size(); ++b) pack_block(table, blocks[b], (*want)[b], &packed[b]);
-  const std::vector<int> used = assign_slots(table, &packed);
+  Plan plan;
+  std::vector<int> asked = *want;
+  const std::vector<int> used = pack_blocks(table, blocks, want, &plan.placements);
   if (q.stages > 1) {
     const int count = microbatches(q, *std::max_element(used.begin(), used.end()));
     for (size_t b = 0; b < blocks.size(); ++b) {
-      const int have = int(packed[b].size()), missing = count - used[blocks[b].first];
-      if (blocks[b].degree > 1 || missing == 0 || int(blocks[b].samples.size()) == have) continue;
-      packed[b].clear();
-      pack_block(table, blocks[b], have + missing, &packed[b]);
+      const int have = (*want)[b], missing = count - used[blocks[b].first];
+      if (blocks[b].degree == 1 && missing > 0 && int(blocks[b].samples.size()) > have)
+        asked[b] = have + missing;
     }
-    assign_slots(table, &packed);
-  }
-  Plan plan;
-  for (size_t b = 0; b < blocks.size(); ++b) {
-    (*want)[b] = int(packed[b].size());
-    for (Placement& p : packed[b]) plan.placements.push_back(std::move(p));
+    *want = asked;
+    pack_blocks(table, blocks, want, &plan.placements);
   }
   close_plan(table, &plan);
   return plan;

@@ -34,7 +34,8 @@ i64 Search::singles_us(const std::vector<int>& samples, int rank) const {
     tokens += q_.samples[j].tokens;
   }
   if (tokens <= cap1_) return scaled(samples.empty() ? 0 : total + open1_, rank, 1);
-  std::vector<i64> room;
+  std::vector<i64>& room = room_;
+  room.clear();
   for (int j : samples) {
     const i64 need = q_.samples[j].tokens;
     size_t b = 0;
@@ -60,6 +61,7 @@ void Search::improve(Layout* out) const {
     head[r] = j;
   }
   std::vector<int> mine, theirs, left, right;
+  std::vector<i64> times;
   const auto list = [&](int r, std::vector<int>* to) {
     to->clear();
     for (int j = head[r]; j >= 0; j = next[j]) to->push_back(j);
@@ -123,17 +125,21 @@ void Search::improve(Layout* out) const {
       seen.push_back(e);
       if (q == c) break;
       list(q, &theirs);
+      times.clear();
+      for (int j : theirs) times.push_back(time1_[j]);
       // The exchange whose difference is nearest to half the distance.
       const i64 half = (slow - e.load) / 2;
       i64 best = slow - e.load;
       int give = -1, take = -1;
       for (int i : mine) {
-        const i64 off = std::abs(time1_[i] - half);
+        const i64 t = time1_[i], off = std::abs(t - half);
         if (off < best && off < half && mine.size() > 1) best = off, give = i, take = -1;
-        for (int j : theirs) {
-          if (time1_[j] >= time1_[i]) continue;
-          const i64 miss = std::abs(time1_[i] - time1_[j] - half);
-          if (miss < best && miss < half) best = miss, give = i, take = j;
+        for (size_t k = 0; k < times.size(); ++k) {
+          const i64 over = t - times[k] - half;
+          if (times[k] >= t) continue;
+          const i64 miss = std::abs(over);
+          if (miss < best && miss < half) best = miss, give = i, take = theirs[k];
+          if (over >= 0) break;  // times fall: the others miss by more
         }
       }
       if (give < 0) continue;

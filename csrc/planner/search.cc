@@ -164,11 +164,41 @@ void Search::split(i64 target, int domain, std::vector<int>* inside,
   *across = out.wide;
 }
 
+namespace {
+
+// Shelves on all ranks, run without their waits. Pipelines: the largest placement counts `stages`
+// times, and shelves keep it low; 1F1B waits for nobody at the end of a slot. False: a sample fits
+// no shelf.
+bool shelves_unlocked(const Table& table, Plan* plan) {
+  Request q = table.request();
+  if (q.lockstep == 1) q.profile.overhead_lockstep = q.profile.overhead_async;
+  q.lockstep = q.ranks;
+  const Table tied(q);
+  const Search search(tied);
+  const Singles singles(tied);
+  if (!Shelves(tied, singles, 0, q.ranks).run(search.order(), 0, &plan->placements)) return false;
+  for (Placement& p : plan->placements) {
+    const int slot = p.slot;
+    const std::vector<int> samples = p.samples;
+    if (table.request().lockstep == 1) price(table, p.first, p.degree, -1, samples, &p);
+    p.slot = slot;
+  }
+  plan->algorithm = "shelves";
+  close_plan(table, plan);
+  return true;
+}
+
+}  // namespace
+
 Plan make_plan(const Request& request) {
   const Table table(request);
   table.require_feasible();
   const Bound bound = lower_bound(table);
   Plan plan = request.lockstep > 1 ? lockstep_plan(table, bound) : Search(table).plan(bound);
+  Plan other;
+  if (request.stages > 1 && request.lockstep < request.ranks && shelves_unlocked(table, &other) &&
+      other.makespan_us < plan.makespan_us)
+    plan = std::move(other);
   static_fallback(table, &plan);
   plan.lower_bound_us = bound.us;
   return plan;

@@ -89,6 +89,7 @@ class Search {
   std::vector<int> order_;  // samples, decreasing time on one rank, then id
   std::vector<i64> time1_;  // per sample: us on one rank inside an open pack
   i64 open1_ = 0, cap1_ = 0;
+  mutable std::vector<i64> room_;  // of singles_us
 };
 
 Plan make_plan(const Request& request);

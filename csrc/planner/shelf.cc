@@ -25,6 +25,25 @@ const Singles::Level& Singles::at(int r) const {
   return level;
 }
 
+Singles::Singles(const Table& table) : table_(table), levels_(table.cost().layers() + 1) {
+  by_area_.resize(table.request().samples.size());
+  for (size_t j = 0; j < by_area_.size(); ++j) by_area_[j] = int(j);
+  std::sort(by_area_.begin(), by_area_.end(), [&](int a, int b) {
+    return table.area(a) != table.area(b) ? table.area(a) > table.area(b) : a < b;
+  });
+  place_.resize(by_area_.size());
+  for (size_t k = 0; k < by_area_.size(); ++k) place_[by_area_[k]] = int(k);
+}
+
+void Singles::sort_by_area(std::vector<int>* samples) const {
+  std::vector<std::uint64_t> marks(place_.size() / 64 + 1, 0);
+  for (int j : *samples) marks[place_[j] / 64] |= std::uint64_t(1) << (place_[j] % 64);
+  samples->clear();
+  for (size_t w = 0; w < marks.size(); ++w)
+    for (std::uint64_t left = marks[w]; left; left &= left - 1)
+      samples->push_back(by_area_[w * 64 + size_t(std::countr_zero(left))]);
+}
+
 double Shelves::again(int r) const {
   const Profile& p = table_.cost().profile();
   return 1.0 + std::min(p.again_linear, p.again_attention) * (double(r) / table_.cost().layers());
@@ -56,13 +75,16 @@ Shelves::Fit Shelves::fit(int sample, i64 height, int r) const {
   return best;
 }
 
-int Shelves::allocate(int d, std::vector<int>* used) const {
+int Shelves::allocate(int d, size_t* skip, std::vector<int>* used) const {
   const int m = table_.request().per_node;
   if (d <= m) {
     int tight = -1, least = 0;
-    for (size_t k = 0; k < pieces_.size(); ++k) {
+    while (*skip < pieces_.size() && pieces_[*skip].size - (*used)[*skip] < d) ++*skip;
+    for (size_t k = *skip; k < pieces_.size(); ++k) {
       const int room = pieces_[k].size - (*used)[k];
       if (room >= d && (tight < 0 || room < least)) tight = int(k), least = room;
+      // No tighter one follows: whole nodes are taken from the left.
+      if (least == d || (room == m && whole_nodes_)) break;
     }
     if (tight < 0) return -1;
     (*used)[tight] += d;
@@ -82,11 +104,12 @@ int Shelves::allocate(int d, std::vector<int>* used) const {
 // Widest first; of the open blocks of the same degree the fullest with room, else a new block.
 void Shelves::place_wide(const std::vector<Wide>& wide, i64 height, std::vector<int>* used,
                          std::vector<Open>* open, std::vector<int>* left) const {
-  size_t from = 0;  // first block of this degree
+  size_t from = 0, skip = 0;  // first block of this degree; pieces too full for it
+  int refused = ranks_ + 1;
   for (size_t i = 0; i < wide.size(); ++i) {
     const Wide& w = wide[i];
     const Fit& f = w.fit;
-    if (i > 0 && wide[i - 1].fit.degree != f.degree) from = open->size();
+    if (i > 0 && wide[i - 1].fit.degree != f.degree) from = open->size(), skip = 0;
     const i64 tokens = table_.request().samples[w.sample].tokens;
     Open* best = nullptr;
     for (size_t k = from; k < open->size(); ++k) {
@@ -99,11 +122,14 @@ void Shelves::place_wide(const std::vector<Wide>& wide, i64 height, std::vector<
       best->samples.push_back(w.sample);
       continue;
     }
-    const int first = allocate(f.degree, used);
-    if (first < 0)
+    // Ranks are only taken: where no block of a degree was free none is later.
+    const int first = f.degree >= refused ? -1 : allocate(f.degree, &skip, used);
+    if (first < 0) {
+      refused = f.degree;
       left->push_back(w.sample);
-    else
-      open->push_back({first, f.degree, f.mode, f.open + f.time, f.cap - tokens, {w.sample}});
+      continue;
+    }
+    open->push_back({first, f.degree, f.mode, f.open + f.time, f.cap - tokens, {w.sample}});
   }
 }
 
@@ -177,6 +203,19 @@ void Shelves::place_small(const std::vector<int>& small, int r, i64 height,
   for (size_t k = 0; k < pieces_.size(); ++k)
     for (int f = pieces_[k].first + used[k]; f < pieces_[k].first + pieces_[k].size; ++f)
       open->push_back({f, 1, 0, one.open, one.cap, {}});
+  if (whole) {  // give up at once where even perfect balance leaves samples
+    i64 time = 0, tokens = 0;
+    for (int j : small) {
+      time += one.time[j];
+      tokens += samples[j].tokens;
+    }
+    const i64 bins = i64(open->size() - wide);
+    const i64 each = std::max<i64>(0, height - one.open);
+    if (time > __int128(each) * bins || tokens > one.cap * bins) {
+      left->push_back(small[0]);
+      return;
+    }
+  }
   LoadHeap<Key> heap(int(open->size()));
   for (size_t k = wide; k < open->size(); ++k) heap.add(one.open, int(k));
   heap.order();
@@ -246,10 +285,7 @@ bool Shelves::fill(const std::vector<int>& samples, i64 height, int r, bool whol
     for (int j : o.samples) shelf->area += table_.area(j);
     shelf->blocks.push_back({o.first, o.degree, std::move(o.samples)});
   }
-  // `left` keeps the order of `samples`: falling area.
-  std::sort(shelf->left.begin(), shelf->left.end(), [&](int a, int b) {
-    return table_.area(a) != table_.area(b) ? table_.area(a) > table_.area(b) : a < b;
-  });
+  singles_.sort_by_area(&shelf->left);
   return true;
 }
 

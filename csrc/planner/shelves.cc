@@ -23,6 +23,7 @@ Shelves::Shelves(const Table& table, const Singles& singles, int first, int rank
   for (int f = first; f < first + ranks;) {
     const int size = std::min(first + ranks, (f / m + 1) * m) - f;
     pieces_.push_back({f, size});
+    whole_nodes_ = whole_nodes_ && size == m;
     widest = std::max(widest, size);
     f += size;
   }

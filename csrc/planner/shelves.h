@@ -23,12 +23,15 @@ class Singles {
     i64 open = 0, cap = 0;  // us that opening a pack adds; tokens that it holds
     std::vector<i64> time;  // per sample: us inside an open pack
   };
-  explicit Singles(const Table& table) : table_(table), levels_(table.cost().layers() + 1) {}
+  explicit Singles(const Table& table);
   const Level& at(int recompute) const;
+  // Distinct samples by falling area, then id.
+  void sort_by_area(std::vector<int>* samples) const;
 
  private:
   const Table& table_;
   mutable std::vector<Level> levels_;
+  std::vector<int> by_area_, place_;  // samples in that order, and where each stands
 };
 
 class Shelves {
@@ -75,8 +78,9 @@ class Shelves {
   // Fills one shelf; `whole`: gives up (false) when a sample would be left.
   bool fill(const std::vector<int>& samples, i64 height, int recompute, bool whole,
             Shelf* out) const;
-  // First rank of a free block, or -1; `used` counts the ranks taken of each piece.
-  int allocate(int degree, std::vector<int>* used) const;
+  // First rank of a free block, or -1; `used` counts the ranks taken of each piece, the first
+  // `skip` of which hold no such block any more.
+  int allocate(int degree, size_t* skip, std::vector<int>* used) const;
   void place_wide(const std::vector<Wide>& wide, i64 height, std::vector<int>* used,
                   std::vector<Open>* open, std::vector<int>* left) const;
   void fill_gaps(i64 height, int recompute, std::vector<int>* small, std::vector<Open>* open) const;
@@ -106,6 +110,7 @@ class Shelves {
   const Singles& singles_;
   int ranks_;
   std::vector<Piece> pieces_;
+  bool whole_nodes_ = true;   // no piece is smaller than a node
   std::vector<int> levels_;   // recompute values tried per shelf
   std::vector<int> degrees_;  // degrees that fit the pieces
 };

@@ -9,13 +9,17 @@ Hundreds of times slower than C++.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from megatron_dcp.cost.profile import Overhead
 from megatron_dcp.errors import PlanError
 from megatron_dcp.plan import Placement, StepPlan
 from megatron_dcp.planner.baselines.static import static
 from megatron_dcp.planner.core import check_request
-from megatron_dcp.planner.oracle_finish import finish
+from megatron_dcp.planner.oracle_finish import close_plan, finish, price
 from megatron_dcp.planner.oracle_search import Search
-from megatron_dcp.planner.oracle_shelves import lockstep_plan
+from megatron_dcp.planner.oracle_shelf import Singles
+from megatron_dcp.planner.oracle_shelves import Shelves, lockstep_plan
 from megatron_dcp.planner.oracle_table import Table, lower_bound
 from megatron_dcp.planner.pricing import replayed_us
 from megatron_dcp.planner.registry import Draft, PlanRequest, build_plan
@@ -26,13 +30,23 @@ def oracle_draft(request: PlanRequest, parameter: str | None = None) -> Draft:
     check_request(request)
     table = Table(request)
     table.require_feasible()
+    found = _searched(request, table)
+    if table.stages > 1 and request.lockstep < table.ranks:
+        other = _shelves_unlocked(request, table)
+        if other is not None and other[1] < found[1]:
+            found = other
+    return _fallback(request, *found)
+
+
+def _searched(request: PlanRequest, table: Table) -> tuple[list[Placement], int, str]:
+    """(placements, makespan, name)."""
     _, area = lower_bound(table)
     search = Search(table)
     shelves = None
     if request.lockstep > 1:
         shelves = lockstep_plan(table, search, area)
         if shelves is not None and request.lockstep == table.ranks:
-            return _fallback(request, *shelves)
+            return shelves
     chosen, layouts = search.layouts(area)
     blocks, name = search.complete(chosen, layouts[0])
     placements, makespan = finish(table, blocks)
@@ -42,8 +56,29 @@ def oracle_draft(request: PlanRequest, parameter: str | None = None) -> Draft:
         if ends < makespan:
             placements, makespan = other, ends
     if shelves is not None and shelves[1] < makespan:
-        placements, makespan, name = shelves
-    return _fallback(request, placements, makespan, name)
+        return shelves
+    return placements, makespan, name
+
+
+def _shelves_unlocked(
+    request: PlanRequest, table: Table
+) -> tuple[list[Placement], int, str] | None:
+    """Shelves on all ranks, run without their waits: pipelines, see csrc/planner/search.cc."""
+    profile = request.profile
+    if request.lockstep == 1:
+        o = profile.overhead_us.async_
+        profile = replace(profile, overhead_us=Overhead(async_=o, lockstep=o))
+    tied = Table(replace(request, lockstep=table.ranks, profile=profile))
+    order = Search(tied).order
+    found = Shelves(tied, Singles(tied), 0, table.ranks).run(list(order), 0)
+    if found is None:
+        return None
+    if request.lockstep == 1:
+        for i, p in enumerate(found):
+            q = price(table, p.first_rank, p.degree, -1, list(p.samples))
+            assert q is not None, "a placement that fits fits with its own least recompute"
+            found[i] = replace(q, slot=p.slot)
+    return (*close_plan(table, found), "shelves")
 
 
 def _fallback(request: PlanRequest, placements: list[Placement], us: int, name: str) -> Draft:

@@ -7,6 +7,7 @@ placements, and one dummy of the plan's `dummy_us` where it has none.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -105,3 +106,18 @@ def test_the_oracle_fills_alike(seed: int, lockstep: int, virtual: int) -> None:
     assert canonical_bytes(plan) == canonical_bytes(oracle), diff(plan, oracle)
     assert plan.makespan_us >= plan.lower_bound_us
     assert plan.makespan_us <= make_plan(request, "static").makespan_us
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_slower_than_in_lockstep(seed: int, virtual: int) -> None:
+    """Shelves keep the largest placement low, and a pipeline need not wait between them."""
+    rng = random.Random(seed)
+    lengths = [
+        min(200_000, int(rng.lognormvariate(7.5, 1.3)) + 1) for _ in range(rng.choice([9, 60]))
+    ]
+    free = request_of(lengths, 4, virtual)
+    overhead = replace(free.profile.overhead_us, lockstep=free.profile.overhead_us.async_)
+    profile = replace(free.profile, overhead_us=overhead)
+    locked = replace(free, lockstep=8, profile=profile)
+    assert make_plan(free).makespan_us <= make_plan(locked).makespan_us
