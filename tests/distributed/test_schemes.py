@@ -203,7 +203,9 @@ def test_messages_that_nobody_needs_are_skipped(
         assert 0 < sent[1] <= sent[0] / 3
 
 
-DRIFT = 1.25  # the error of a degree may be this much of that of one rank
+DRIFT = 1.05  # the error of a degree may be this much of that of one rank
+# With more ranks than KV heads their gradients come home in rounded parts: one rounding more.
+REPEATED = 1.45
 
 
 @pytest.mark.parametrize(("degree", "scheme", "inner"), [m for m in MODES if m[0] in (2, 3, 8)])
@@ -214,13 +216,14 @@ def test_bf16_drift_does_not_grow_with_the_degree(
 
     benchmarks/schemes/drift.py prints all degrees, at greater lengths.
     """
-    errors = []
+    heads, errors = heads_for(inner), []
     for name, ranks, u in (("local", 1, 1), (scheme, degree, inner)):
-        case = {"scheme": name, "inner": u, "degree": ranks, **heads_for(inner)}
+        case = {"scheme": name, "inner": u, "degree": ranks, "dim": 64, **heads}
         results = pool.run(8, CASE, lengths=[200, 31], dtype="bfloat16", **case)
         errors.append(rms_errors([r["squares"] for r in results if r is not None]))
     for name, alone in errors[0].items():
-        assert errors[1][name] <= DRIFT * alone, (name, errors[1][name] / alone)
+        limit = REPEATED if inner > heads["kv_heads"] and name in ("dk", "dv") else DRIFT
+        assert errors[1][name] <= limit * alone, (name, errors[1][name] / alone)
 
 
 @pytest.mark.parametrize(
