@@ -188,6 +188,8 @@ def test_only_transformers_models_are_prepared() -> None:
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"train_sampling_strategy": "group_by_length"}, "group_by_length"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+        ({"packing": True}, "the planner packs"),
+        ({"loss_type": "dft"}, "loss_type='dft'"),
     ],
 )
 def test_trainer_settings_that_plans_change_are_refused(
@@ -198,7 +200,11 @@ def test_trainer_settings_that_plans_change_are_refused(
     class Planned(MdcpTrainerMixin, Trainer):
         pass
 
-    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **arguments)
+    trl = {k: v for k, v in arguments.items() if k in ("packing", "loss_type")}
+    own = {k: v for k, v in arguments.items() if k not in trl}
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **own)
+    for name, value in trl.items():  # as an SFTConfig has them
+        setattr(args, name, value)
     with pytest.raises(AdapterError, match=message):
         Planned(model=tiny_model("llama"), args=args)
     with pytest.raises(ConfigError, match="unknown"):
