@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +69,10 @@ def test_the_summary_has_every_measure(run):
         assert 0 <= s["idle"] < 1
         assert 0 <= s["comm"] < 1
         assert s["predicted_s"]["mean"] > 0
+        assert s["exposed_ms"] >= 0
+        if Path("/proc/self/clear_refs").exists():
+            assert len(s["held_bytes"]) == 2
+            assert min(s["held_bytes"]) > 10**8, "torch alone holds so much"
     assert summary["strategies"]["packed:2"]["comm"] > summary["strategies"]["dcp"]["comm"] / 2
 
 
