@@ -117,12 +117,10 @@ int microbatches(const Request& request, int slots) {
   return (slots + group - 1) / group * group;
 }
 
-i64 replay(const Table& table, const std::vector<Placement>& placements) {
-  const Request& request = table.request();
+i64 replay(const Request& request, const std::vector<Placement>& placements, i64 dummy) {
   std::vector<i64> free(request.ranks, 0);
   std::vector<int> ran(request.ranks, 0);  // slots behind each rank
   const int domain = request.lockstep;
-  const i64 dummy = table.cost().dummy_us();
   const auto run_dummies = [&](int until) {
     for (int r = 0; r < request.ranks; ++r) {
       free[r] += (until - ran[r]) * dummy;
@@ -177,7 +175,7 @@ void close_plan(const Table& table, Plan* plan) {
   sorted.reserve(all.size());
   for (const auto& [key, k] : order) sorted.push_back(std::move(all[k]));
   all.swap(sorted);
-  plan->makespan_us = replay(table, all);
+  plan->makespan_us = replay(q, all, table.cost().dummy_us());
 }
 
 namespace {

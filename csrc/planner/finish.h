@@ -38,7 +38,8 @@ void close_plan(const Table& table, Plan* plan);
 // Microbatches of every rank with pipeline stages that use so many slots.
 int microbatches(const Request& request, int slots);
 
-// The makespan; with pipeline stages ranks run a dummy in each slot without a placement.
-i64 replay(const Table& table, const std::vector<Placement>& placements);
+// The makespan. dummy: what a rank spends in each slot without a placement; plans are compared with
+// cost().dummy_us() and stated with 0.
+i64 replay(const Request& request, const std::vector<Placement>& placements, i64 dummy);
 
 }  // namespace mdcp

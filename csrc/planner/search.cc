@@ -188,6 +188,25 @@ bool shelves_unlocked(const Table& table, Plan* plan) {
   return true;
 }
 
+// With pipeline stages plans are compared with their dummies and stated without. The fastest of
+// those that are not slower than the static plan either way.
+Plan best_of(const Table& table, std::vector<Plan> plans) {
+  const Request& q = table.request();
+  i64 limit = std::numeric_limits<i64>::max();
+  Plan fixed;
+  static_fallback(table, &fixed);
+  if (!fixed.placements.empty()) {
+    limit = replay(q, fixed.placements, 0);
+    plans.push_back(std::move(fixed));
+  }
+  Plan* best = nullptr;
+  for (Plan& plan : plans)
+    if (replay(q, plan.placements, 0) <= limit && (!best || plan.makespan_us < best->makespan_us))
+      best = &plan;
+  best->makespan_us = replay(q, best->placements, 0);
+  return std::move(*best);
+}
+
 }  // namespace
 
 Plan make_plan(const Request& request) {
@@ -195,11 +214,15 @@ Plan make_plan(const Request& request) {
   table.require_feasible();
   const Bound bound = lower_bound(table);
   Plan plan = request.lockstep > 1 ? lockstep_plan(table, bound) : Search(table).plan(bound);
-  Plan other;
-  if (request.stages > 1 && request.lockstep < request.ranks && shelves_unlocked(table, &other) &&
-      other.makespan_us < plan.makespan_us)
-    plan = std::move(other);
-  static_fallback(table, &plan);
+  if (request.stages > 1) {
+    std::vector<Plan> plans(1, std::move(plan));
+    Plan other;
+    if (request.lockstep < request.ranks && shelves_unlocked(table, &other))
+      plans.push_back(std::move(other));
+    plan = best_of(table, std::move(plans));
+  } else {
+    static_fallback(table, &plan);
+  }
   plan.lower_bound_us = bound.us;
   return plan;
 }

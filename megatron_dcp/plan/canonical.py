@@ -2,7 +2,7 @@
 
 Canonical bytes: the object without `digest` and `info`, UTF-8, keys sorted, no spaces, integers
 only. The digest is the first 64 bits of their SHA-256 as 16 hex digits. Readers accept unknown keys
-inside `info` only. `dummy_us` stands in plans with pipeline stages and in no other.
+inside `info` only.
 """
 
 from __future__ import annotations
@@ -98,8 +98,6 @@ def to_object(plan: StepPlan, *, canonical: bool = False) -> dict[str, Any]:
         "makespan_us": plan.makespan_us,
         "lower_bound_us": plan.lower_bound_us,
     }
-    if t.pipeline_stages > 1:
-        body["dummy_us"] = plan.dummy_us
     if canonical:
         return body
     return {"digest": digest(plan), **body, "info": dict(plan.info)}
@@ -165,13 +163,9 @@ def from_object(obj: Any) -> StepPlan:
     """Read a plan object strictly; the digest, when present, must match."""
     if isinstance(obj, dict) and obj.get("schema") != SCHEMA:
         raise PlanError(f"schema: found {obj.get('schema')!r}, this version reads {SCHEMA!r}")
-    _checked(obj, _TOP, "plan", optional=("digest", "info", "dummy_us"))
+    _checked(obj, _TOP, "plan", optional=("digest", "info"))
     topo = obj["topology"]
     _checked(topo, _TOPOLOGY, "topology")
-    if ("dummy_us" in obj) != (topo["pipeline_stages"] > 1):
-        raise PlanError("dummy_us: plans with pipeline stages have it, and no others")
-    dummy_us = obj.get("dummy_us", 0)
-    _integers([dummy_us], "dummy_us")
     _checked(obj["cost"], {"name": str, "digest": str}, "cost")
     placements = []
     for i, p in enumerate(obj["placements"]):
@@ -198,7 +192,6 @@ def from_object(obj: Any) -> StepPlan:
             placements=tuple(placements),
             makespan_us=obj["makespan_us"],
             lower_bound_us=obj["lower_bound_us"],
-            dummy_us=dummy_us,
             step=obj["step"],
             info=obj.get("info") or {},
         )

@@ -33,7 +33,7 @@ def _walk(path: str, a: Any, b: Any, lines: list[str], limit: int) -> None:
         return
     if isinstance(a, dict) and isinstance(b, dict):
         for key in a:
-            _walk(f"{path}.{key}" if path else key, a[key], b.get(key), lines, limit)
+            _walk(f"{path}.{key}" if path else key, a[key], b[key], lines, limit)
     elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
         for i, (x, y) in enumerate(zip(a, b, strict=True)):
             _walk(f"{path}[{i}]", x, y, lines, limit)

@@ -4,9 +4,10 @@ Async (lockstep domain of 1 rank): a placement starts at the latest finish of th
 and ends after its time. Lockstep: every rank of a domain leaves a slot when the slowest placement
 of the domains that the slot couples has ended.
 
-With p pipeline stages times are per stage, (p - 1) times the largest placement time is added, and
-every rank runs the same number of microbatches (`StepPlan.microbatches`): one dummy of `dummy_us`
-in each slot in which it has no placement, as 1F1B meets by position. The makespan counts them.
+With p pipeline stages times are per stage and (p - 1) times the largest placement time is added.
+Every rank then runs the same number of microbatches (`StepPlan.microbatches`), a dummy in each slot
+in which it has no placement, as 1F1B meets by position. A plan's makespan leaves dummies out;
+planners pass `dummy_us` to count them.
 
 Placements of a fused group (one slot, `fused`, nested blocks) run in one forward: the group starts
 at the latest finish of its ranks, and each rank spends the sum of the placements that hold it, the
@@ -36,19 +37,21 @@ def execution_order(placements: Sequence[Placement]) -> list[int]:
     return sorted(range(len(placements)), key=lambda i: placements[i].order)
 
 
-def timeline(plan: StepPlan) -> list[Interval]:
-    """Every (rank, placement) with its start and end, in execution order; no pipeline term."""
+def timeline(plan: StepPlan, dummy_us: int = 0) -> list[Interval]:
+    """Every (rank, placement) with its start and end, in execution order; no pipeline term.
+
+    dummy_us: what a rank spends in each slot without a placement.
+    """
     n, domain = plan.topology.data_ranks, plan.lockstep
     free = [0] * n
     ran = [0] * n  # slots behind each rank
-    pipelined = plan.topology.pipeline_stages > 1
     out: list[Interval] = []
     slot_open: int | None = None
     for i in execution_order(plan.placements):
         p = plan.placements[i]
         if p.slot != slot_open:
-            if pipelined:
-                free = [f + (p.slot - k) * plan.dummy_us for f, k in zip(free, ran, strict=True)]
+            if dummy_us:
+                free = [f + (p.slot - k) * dummy_us for f, k in zip(free, ran, strict=True)]
                 ran = [p.slot] * n
             if domain > 1:
                 _close_slot(free, domain)
@@ -68,15 +71,12 @@ def _close_slot(free: list[int], domain: int) -> None:
         free[first : first + domain] = [latest] * domain
 
 
-def makespan_us(plan: StepPlan) -> int:
-    """Predicted forward + backward time of the step."""
-    intervals = timeline(plan)
-    if plan.topology.pipeline_stages == 1:
-        return max((x.end_us for x in intervals), default=0)
-    ends = [plan.microbatches * plan.dummy_us] * plan.topology.data_ranks
-    for x in intervals:
+def makespan_us(plan: StepPlan, dummy_us: int = 0) -> int:
+    """Predicted forward + backward time of the step. dummy_us: as in `timeline`, for pipelines."""
+    ends = [plan.microbatches * dummy_us] * plan.topology.data_ranks
+    for x in timeline(plan, dummy_us):
         after = plan.microbatches - plan.placements[x.placement].slot - 1
-        ends[x.rank] = x.end_us + after * plan.dummy_us
+        ends[x.rank] = x.end_us + after * dummy_us
     return max(ends) + pipeline_us(plan)
 
 

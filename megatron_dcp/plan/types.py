@@ -192,11 +192,7 @@ class CostRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
-    """How one optimizer step is run on every data rank.
-
-    dummy_us: predicted time of one dummy on the slowest rank; counted in the makespan with pipeline
-    stages, where ranks fill up to equal counts, and 0 without.
-    """
+    """How one optimizer step is run on every data rank."""
 
     strategy: str
     algorithm: str
@@ -209,7 +205,6 @@ class StepPlan:
     placements: tuple[Placement, ...]
     makespan_us: int
     lower_bound_us: int
-    dummy_us: int = 0
     step: int = 0
     info: Mapping[str, Any] = field(default_factory=dict)
 

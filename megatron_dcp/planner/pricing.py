@@ -254,8 +254,11 @@ def _required(pricer: Pricer, share: Share, price: Price | None) -> Price:
     return price
 
 
-def replayed_us(request: PlanRequest, placements: Sequence[Placement]) -> int:
-    """Makespan of some placements under this request, by the replay that the plan will state."""
+def replayed_us(
+    request: PlanRequest, placements: Sequence[Placement], *, dummies: bool = True
+) -> int:
+    """Makespan of some placements under this request. With pipeline stages and `dummies`, also what
+    the runtime fills ranks up with: what strategies compare, and a plan's makespan leaves out."""
     plan = StepPlan(
         strategy="",
         algorithm="",
@@ -268,6 +271,5 @@ def replayed_us(request: PlanRequest, placements: Sequence[Placement]) -> int:
         placements=tuple(placements),
         makespan_us=0,
         lower_bound_us=0,
-        dummy_us=request.cost.dummy_us,
     )
-    return makespan_us(plan)
+    return makespan_us(plan, request.cost.dummy_us if dummies else 0)

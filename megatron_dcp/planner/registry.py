@@ -115,7 +115,6 @@ def build_plan(
         placements=tuple(draft.placements),
         makespan_us=0,
         lower_bound_us=bound(request),
-        dummy_us=request.cost.dummy_us,
         step=request.step,
     )
     plan = replace(plan, makespan_us=makespan_us(plan))

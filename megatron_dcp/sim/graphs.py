@@ -33,6 +33,7 @@ class Times:
     forward: Array
     transfers: dict[int, Transfer]
     capacity: list[float]
+    dummy: float
 
     @classmethod
     def of(cls, plan: StepPlan, t: Terms, options: ReplayOptions) -> Times:
@@ -43,7 +44,7 @@ class Times:
         fixed = total.copy()
         for i in transfers:
             fixed[i] = t.compute[i] * factor[i]
-        return cls(fixed, t.forward, transfers, capacity)
+        return cls(fixed, t.forward, transfers, capacity, t.dummy)
 
 
 def _noise_factor(plan: StepPlan, noise: Noise) -> Array:
@@ -182,7 +183,7 @@ def _pipeline_graph(plan: StepPlan, times: Times) -> tuple[Graph, list[Span]]:
                         shared, wire=shared.wire * part, hidden=shared.hidden * part
                     )
     dummies = sum(i >= count for row in work for i in row)
-    duration += [plan.dummy_us / v * 1 / 3, plan.dummy_us / v * 2 / 3] * (chunks * dummies)
+    duration += [times.dummy / v * 1 / 3, times.dummy / v * 2 / 3] * (chunks * dummies)
     lanes: list[list[int]] = [[] for _ in range(n * p)]
     for stage in range(p):
         for op in stage_order(stage, p, plan.microbatches, v):

@@ -31,7 +31,7 @@ class Terms:
     nodes, latency included. hidden: transfer time that attention covers. overhead: per microbatch.
     gathers: what lockstep over a domain adds to the overhead (ZeRO-3: weight gathers).
     forward: share of (time - overhead) that the forward pass takes. pace: nominal over the speed of
-    the block's slowest rank.
+    the block's slowest rank. dummy: a microbatch of one token on the slowest rank.
     """
 
     linear: Array
@@ -44,6 +44,7 @@ class Terms:
     gathers: Array
     forward: Array
     pace: Array
+    dummy: float
 
     @property
     def compute(self) -> Array:
@@ -122,7 +123,8 @@ def terms(plan: StepPlan, profile: CostProfile) -> Terms:
     """Price every placement of a plan. Raises ConfigError where the profile does not suit it."""
     if not plan.placements:
         zero = np.zeros(0)
-        return Terms(**dict.fromkeys(Terms.__dataclass_fields__, zero))
+        arrays = [f for f in Terms.__dataclass_fields__ if f != "dummy"]
+        return Terms(**dict.fromkeys(arrays, zero), dummy=0.0)
     topology, stages = plan.topology, plan.topology.pipeline_stages
     layers = layers_per_stage(profile, topology)
     sums = _sums(plan, profile)
@@ -161,7 +163,16 @@ def terms(plan: StepPlan, profile: CostProfile) -> Terms:
         pace=np.array(
             [NOMINAL_SPEED / topology.block_speed(p.first_rank, p.degree) for p in plan.placements]
         ),
+        dummy=_dummy_us(plan, profile),
     )
+
+
+def _dummy_us(plan: StepPlan, profile: CostProfile) -> float:
+    """Its attention is one pair: nothing."""
+    o, topology = profile.overhead_us, plan.topology
+    token = profile.linear_us_per_token * (1 + profile.linear_half_tokens)
+    own = token / topology.pipeline_stages + (o.async_ if plan.lockstep == 1 else o.lockstep)
+    return own * NOMINAL_SPEED / topology.block_speed(0, topology.data_ranks)
 
 
 def _overlaps(plan: StepPlan, profile: CostProfile) -> Array:

@@ -112,7 +112,6 @@ def finish_plan(request: PlanRequest, placements: Sequence[Placement]) -> StepPl
         placements=tuple(priced),
         makespan_us=0,
         lower_bound_us=0,
-        dummy_us=cost.dummy_us,
         step=request.step,
     )
     return check_plan(replace(plan, makespan_us=makespan_us(plan)), request.profile.head_limits)

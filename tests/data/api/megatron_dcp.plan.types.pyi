@@ -50,7 +50,6 @@ class StepPlan:
     placements: tuple[Placement, ...]
     makespan_us: int
     lower_bound_us: int
-    dummy_us: int = 0
     step: int = 0
     info: Mapping[str, Any] = field(default_factory=dict)
     lengths: tuple[int, ...]

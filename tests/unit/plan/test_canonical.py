@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -53,25 +52,6 @@ def test_canonical_bytes_are_the_object_without_digest_and_info():
     text = json.dumps(obj, sort_keys=True, separators=(",", ":")).encode()
     assert canonical_bytes(plan) == text
     assert stated == hashlib.sha256(text).hexdigest()[:16] == digest(plan)
-
-
-def test_dummies_are_priced_in_plans_with_pipeline_stages_only():
-    staged = small_plan(
-        topology=Topology(data_ranks=4, ranks_per_node=4, pipeline_stages=2), dummy_us=40
-    )
-    obj = json.loads(dumps(staged))
-    assert obj["dummy_us"] == 40
-    assert loads(dumps(staged)) == staged
-    assert digest(staged) != digest(replace(staged, dummy_us=41))
-    assert diff(staged, replace(staged, dummy_us=41)) == ["dummy_us: 40 != 41"]
-    assert "dummy_us" not in json.loads(dumps(small_plan()))
-    for spoiled in ({k: v for k, v in obj.items() if k != "dummy_us"},
-                    {**json.loads(dumps(small_plan())), "dummy_us": 0}):  # fmt: skip
-        with pytest.raises(PlanError, match="dummy_us"):
-            loads(json.dumps(spoiled))
-    for bad in (-1, "7", True):
-        with pytest.raises(PlanError, match="dummy_us"):
-            loads(json.dumps({**obj, "dummy_us": bad}))
 
 
 def test_placements_are_written_in_canonical_order():

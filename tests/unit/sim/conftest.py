@@ -54,7 +54,6 @@ def build(profile, topology, lengths, rows, *, lockstep=1, shapes=None):
         strategy="test", algorithm="by hand", topology=topology, lockstep=lockstep,
         cost=profile.ref, budget_bytes=profile.budget_bytes, layers=cost.layers, workload=workload,
         placements=tuple(placements), makespan_us=0, lower_bound_us=0,
-        dummy_us=cost.dummy_us,
     )  # fmt: skip
     return check_plan(replace(plan, makespan_us=makespan_us(plan)), profile.head_limits)
 
