@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dcp import ops
+from megatron_dcp import _C, ops
 from megatron_dcp.data.generators import generate
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.ops.segments import full_segment, segment_tensor
@@ -323,6 +324,23 @@ def _reset_peak() -> int | None:
     return _resident("VmRSS")
 
 
+def left_out() -> dict[str, str]:
+    """The other attention kernels and why this table does not measure them."""
+    on_gpu = {
+        "FlashAttention-2": "flash_attn",
+        "FlashAttention-3": "flash_attn_interface",
+        "Transformer Engine": "transformer_engine",
+    }
+    reasons = {
+        name: "runs on GPUs only" if find_spec(module) else "not installed"
+        for name, module in on_gpu.items()
+    }
+    reasons["cuDNN"] = "runs on GPUs only" if torch.version.cuda else "not in this build of torch"
+    varlen = find_spec("torch.nn.attention.varlen")
+    reasons["torch varlen_attn"] = "has no CPU kernel" if varlen else "not in this torch"
+    return reasons
+
+
 def table(found: Sequence[Row]) -> str:
     """The rows as a Markdown table."""
     lines = [
@@ -372,7 +390,10 @@ def main(argv: list[str]) -> int:
     )
     missed = sum(row["ok"] is False for row in found)
     if args.json:
-        print(json.dumps({"schema": "mdcp.bench/1", "rows": found}))
+        print(json.dumps({"schema": "mdcp.bench/1", "rows": found, "left_out": left_out()}))
     else:
+        others = "; ".join(f"{name}: {reason}" for name, reason in left_out().items())
+        print(f"\npaths: {', '.join(f'{name} {_C.cpu_path(name)}' for name in DTYPES)}")
+        print(f"not measured: {others}")
         print(f"\n{sum(row['ok'] is True for row in found)} bars held, {missed} missed")
     return 1 if args.bars and missed else 0

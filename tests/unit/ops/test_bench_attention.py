@@ -75,3 +75,20 @@ def test_the_command_prints_one_json_object(capsys):
     printed = json.loads(capsys.readouterr().out)
     assert printed["schema"] == "mdcp.bench/1"
     assert [r["metric"] for r in printed["rows"]][1:] == ["bfloat16 fwd", "bfloat16 bwd"]
+    assert "torch varlen_attn" in printed["left_out"]
+
+
+def test_kernels_that_are_not_measured_are_named_with_a_reason(monkeypatch):
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    reasons = bench.left_out()
+    assert list(reasons) == [
+        "FlashAttention-2",
+        "FlashAttention-3",
+        "Transformer Engine",
+        "cuDNN",
+        "torch varlen_attn",
+    ]
+    assert reasons["FlashAttention-2"] == "not installed"
+    monkeypatch.setattr(bench, "find_spec", lambda name: name)
+    assert bench.left_out()["FlashAttention-2"] == "runs on GPUs only"
+    assert bench.left_out()["torch varlen_attn"] == "has no CPU kernel"
