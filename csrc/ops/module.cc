@@ -31,8 +31,8 @@ PyObject* limit_cpu_path(PyObject*, PyObject* argument) {
   Py_XDECREF(bytes);
   if (done) Py_RETURN_NONE;
   PyErr_SetString(PyExc_ValueError,
-                  "limit_cpu_path takes best, scalar, avx2, avx512 or avx512_bf16, and not more "
-                  "than this machine has.");
+                  "limit_cpu_path takes best, scalar, avx2, avx512, avx512_bf16 or amx_bf16, and "
+                  "not more than this machine has.");
   return nullptr;
 }
 

@@ -15,7 +15,7 @@ from megatron_dcp.ops.segments import segment_tensor
 PATHS = {
     torch.float64: ("scalar",),
     torch.float32: ("scalar", "avx2", "avx512"),
-    torch.bfloat16: ("avx512_bf16",),
+    torch.bfloat16: ("avx512_bf16", "amx_bf16"),
 }
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.bfloat16: 4e-2}
 

@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "attention.h"
@@ -27,15 +28,10 @@
 namespace mdcp {
 namespace {
 
-using Simd = Avx512;
-using Mac = MacFloat<Simd>;
+using T = Tiles<Avx512, MacFloat<Avx512>>;
 
-const Path kPath{"avx512",
-                 &Forward<Simd, Mac>::piece_rows,
-                 &Backward<Simd, Mac>::piece_keys,
-                 Backward<Simd, Mac>::kQ,
-                 &vector_forward<Simd, Mac>,
-                 &vector_backward<Simd, Mac>};
+const Path kPath{"avx512",        &Forward<T>::piece_rows, &Backward<T>::piece_keys,
+                 Backward<T>::kQ, &vector_forward<T>,      &vector_backward<T>};
 
 }  // namespace
 #pragma GCC pop_options

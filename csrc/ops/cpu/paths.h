@@ -18,12 +18,20 @@ struct Path {
                    float* partial);
 };
 
+// Compilers (with their assemblers) that know AMX.
+#if defined(__linux__) && defined(__x86_64__)
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define MDCP_HAS_AMX
+#endif
+#endif
+
 // Null where the build has no such path (another architecture or compiler).
+extern const Path* const kAmxBf16;
 extern const Path* const kAvx512Bf16;
 extern const Path* const kAvx512;
 extern const Path* const kAvx2;
 
-// Name of the path that inputs of `dtype` take: avx512_bf16, avx512, avx2 or scalar.
+// Name of the path that inputs of `dtype` take: amx_bf16, avx512_bf16, avx512, avx2 or scalar.
 const char* path_name(DType dtype);
 
 // Allows no path above `name` (or all that the machine has, for "best"). False if the name is

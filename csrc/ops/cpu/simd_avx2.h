@@ -4,11 +4,13 @@
 #include <immintrin.h>
 
 #include "convert.h"
+#include "exp2_series.h"
 
 namespace mdcp {
 
 struct Avx2 {
   using V = __m256;
+  using I = __m256i;
   static constexpr int W = 8;
   static constexpr int MR = 6;
   static constexpr int NV = 2;  // 12 accumulators of 16 registers
@@ -24,6 +26,8 @@ struct Avx2 {
   static V mul(V a, V b) { return _mm256_mul_ps(a, b); }
   static V div(V a, V b) { return _mm256_div_ps(a, b); }
   static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+  static V fms(V a, V b, V c) { return _mm256_fmsub_ps(a, b, c); }
+  static V min(V a, V b) { return _mm256_min_ps(a, b); }
   static V max(V a, V b) { return _mm256_max_ps(a, b); }  // b where a lane is NaN
 
   // v in lanes [lo, hi), `other` elsewhere; lo and hi may lie outside 0..8.
@@ -40,17 +44,31 @@ struct Avx2 {
   static V exp2(V x) {
     x = _mm256_max_ps(set(-127.0f), x);
     const V bounded = _mm256_min_ps(set(128.0f), x);  // the second operand where NaN
-    const V n = _mm256_round_ps(bounded, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const V n = round(bounded);
     const V f = sub(bounded, n);
-    V p = set(1.5461444724808513e-4f);
-    p = fma(p, f, set(1.3400428177711937e-3f));
-    p = fma(p, f, set(9.61805667843204e-3f));
-    p = fma(p, f, set(5.550327226669895e-2f));
-    p = fma(p, f, set(2.4022650922289554e-1f));
-    p = fma(p, f, set(6.931472067028329e-1f));
-    p = fma(p, f, set(1.0f));
+    return mul(fma(power_series<Avx2>(f), f, set(1.0f)), power(n));
+  }
+  static V round(V x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+  static V power(V n) {  // 2^n, n whole, -127 (which gives 0) to 128 (infinity)
     const __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-    return mul(p, _mm256_castsi256_ps(_mm256_slli_epi32(e, 23)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
+  }
+
+  static I load_ints(const uint32_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  static I set_int(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+  static I add_ints(I a, I b) { return _mm256_add_epi32(a, b); }
+  static I exclusive_or(I a, I b) { return _mm256_xor_si256(a, b); }
+  static void multiply(I a, uint32_t m, I& high, I& low) {  // both halves of the products
+    const I even = _mm256_mul_epu32(a, set_int(m));
+    const I odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), set_int(m));
+    high = _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xaa);
+    low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xaa);
+  }
+  static V where_at_least(I words, uint32_t least, V v) {  // 0 elsewhere
+    const I in = _mm256_cmpeq_epi32(_mm256_max_epu32(words, set_int(least)), words);
+    return _mm256_and_ps(_mm256_castsi256_ps(in), v);
   }
   static float sum(V v) {
     const __m128 a = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));

@@ -4,11 +4,13 @@
 #include <immintrin.h>
 
 #include "convert.h"
+#include "exp2_series.h"
 
 namespace mdcp {
 
 struct Avx512 {
   using V = __m512;
+  using I = __m512i;
   static constexpr int W = 16;  // lanes
   static constexpr int MR = 6;  // rows of a register tile
   static constexpr int NV = 4;  // vectors of a register tile: 24 accumulators of 32 registers
@@ -24,6 +26,8 @@ struct Avx512 {
   static V mul(V a, V b) { return _mm512_mul_ps(a, b); }
   static V div(V a, V b) { return _mm512_div_ps(a, b); }
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+  static V fms(V a, V b, V c) { return _mm512_fmsub_ps(a, b, c); }
+  static V min(V a, V b) { return _mm512_min_ps(a, b); }
   static V max(V a, V b) { return _mm512_max_ps(a, b); }  // b where a lane is NaN
 
   // v in lanes [lo, hi), `other` elsewhere; lo and hi may lie outside 0..16.
@@ -35,19 +39,35 @@ struct Avx512 {
 
   // 2^x; exactly 0 below -150, NaN stays NaN. Degree 6: relative error 2.6e-9 before rounding.
   static V exp2(V x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
-    const V n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const V f = _mm512_sub_ps(x, n);
-    return _mm512_scalef_ps(exp2_polynomial(f), n);
+    const V f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return _mm512_scalef_ps(fma(power_series<Avx512>(f), f, set(1.0f)), _mm512_sub_ps(x, f));
   }
-  static V exp2_polynomial(V f) {
-    V p = set(1.5461444724808513e-4f);
-    p = fma(p, f, set(1.3400428177711937e-3f));
-    p = fma(p, f, set(9.61805667843204e-3f));
-    p = fma(p, f, set(5.550327226669895e-2f));
-    p = fma(p, f, set(2.4022650922289554e-1f));
-    p = fma(p, f, set(6.931472067028329e-1f));
-    return fma(p, f, set(1.0f));
+  // The same with degree 4, relative error 3e-6: for results that are rounded to 16 bits.
+  static V exp2_coarse(V x) {
+    const V f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    V p = set(1.342668441409713e-2f);
+    p = fma(p, f, set(5.2242473901690733e-2f));
+    p = fma(p, f, set(2.4128020498016768e-1f));
+    p = fma(p, f, set(6.930448448535243e-1f));
+    return _mm512_scalef_ps(fma(p, f, set(1.0f)), x);  // takes the floor of x
+  }
+  static V round(V x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static V power(V n) { return _mm512_scalef_ps(set(1.0f), n); }  // 2^n, n whole, |n| < 126
+
+  static I load_ints(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static I set_int(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+  static I add_ints(I a, I b) { return _mm512_add_epi32(a, b); }
+  static I exclusive_or(I a, I b) { return _mm512_xor_si512(a, b); }
+  static void multiply(I a, uint32_t m, I& high, I& low) {  // both halves of the products
+    const I even = _mm512_mul_epu32(a, set_int(m));
+    const I odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), set_int(m));
+    high = _mm512_mask_blend_epi32(0xaaaa, _mm512_srli_epi64(even, 32), odd);
+    low = _mm512_mask_blend_epi32(0xaaaa, even, _mm512_slli_epi64(odd, 32));
+  }
+  static V where_at_least(I words, uint32_t least, V v) {  // 0 elsewhere
+    return _mm512_maskz_mov_ps(_mm512_cmpge_epu32_mask(words, set_int(least)), v);
   }
   static float sum(V v) { return _mm512_reduce_add_ps(v); }
   static float highest(V v) { return _mm512_reduce_max_ps(v); }

@@ -27,10 +27,21 @@ struct MacFloat {
   static V mac(V a, V b, V c) { return S::fma(a, b, c); }
 };
 
-template <class S, class M>
+template <class S_, class M_>
 struct Tiles {
+  using S = S_;
+  using M = M_;
   using V = typename S::V;
   static constexpr int W = S::W;
+  static constexpr int64_t kStrip = 12;      // rows whose scores are alive at once
+  static constexpr int64_t kChunk = 256;     // keys packed at once in the forward
+  static constexpr int64_t kTaskRows = 256;  // q rows of a forward task, over its heads
+  static constexpr int64_t kTaskKeys = 256;  // keys of a backward task, at most
+  static constexpr int64_t kRowStep = 1;     // products may write rows up to a multiple of this
+  static constexpr int64_t kColumnStep = 1;  // vectors that a summed dimension is a multiple of
+  struct Session {                           // what a thread holds while it multiplies
+    Session() {}                             // (not trivial: no warning where it is unused)
+  };
   static constexpr int64_t kPanel = int64_t{S::W} * S::NV;
   static constexpr int kPer = M::kPer;
 
@@ -134,6 +145,13 @@ struct Tiles {
     }
   }
 
+  // W values from column d on of the row at p.
+  static V load_vector(DType type, const void* p, int64_t d) {
+    if (type == DType::kFloat32) return S::load(static_cast<const float*>(p) + d);
+    const uint16_t* h = static_cast<const uint16_t*>(p) + d;
+    return type == DType::kBFloat16 ? S::load_bf16(h) : S::load_half(h);
+  }
+
   // Whether results of this size are written around the caches: a line that is written whole need
   // not be fetched first, and one so far from its reader would not stay in the cache anyway.
   static bool past_caches(const Rows& x, int64_t rows, int64_t heads, int64_t dim) {
@@ -187,7 +205,10 @@ struct Tiles {
   // A row as bfloat16, rounded where it is stored wider (a float32 dout of bfloat16 inputs).
   static void load_bf16s(uint16_t* dst, const Rows& x, int64_t row, int64_t head, int64_t n) {
     if (x.dtype == DType::kBFloat16) {
-      std::memcpy(dst, x.at(row, head), 2 * n);
+      const uint16_t* h = static_cast<const uint16_t*>(x.at(row, head));
+      int64_t i = 0;
+      for (; i + 2 * W <= n; i += 2 * W) M::copy(dst + i, h + i);
+      for (; i < n; ++i) dst[i] = h[i];
       return;
     }
     const float* f = static_cast<const float*>(x.at(row, head));
@@ -203,10 +224,13 @@ struct Tiles {
 
   // ---- packing ---------------------------------------------------------------------------------
 
-  // A: rows of units along dim.
+  // A: rows of units along dim, zero up to `ld`.
   static void pack_rows(float* dst, int64_t ld, const Rows& x, int64_t row, int64_t head,
                         int64_t count, int64_t dim) {
-    for (int64_t r = 0; r < count; ++r) load_units(dst + r * ld, x, row + r, head, dim);
+    for (int64_t r = 0; r < count; ++r, dst += ld) {
+      load_units(dst, x, row + r, head, dim);
+      for (int64_t i = units(dim); i < ld; ++i) dst[i] = 0.0f;
+    }
   }
 
   // B with columns = tokens and depth = dim units; columns up to a multiple of W are zero.
@@ -248,7 +272,9 @@ struct Tiles {
         uint16_t* high = low + wide;
         const uint16_t* a = pair_row(low, x, row + t, head, t < count, dim, wide);
         const uint16_t* b = pair_row(high, x, row + t + 1, head, t + 1 < count, dim, wide);
-        for (int64_t c = 0; c < wide; c += W) S::store(at(dst, panel, k, c), M::zip(a + c, b + c));
+        int64_t c = 0;  // two vectors at a time; a panel holds an even number of them
+        for (; c + 2 * W <= wide; c += 2 * W) M::zip_two(at(dst, panel, k, c), a + c, b + c);
+        if (c < wide) S::store(at(dst, panel, k, c), M::zip(a + c, b + c));
       } else {
         const float* a = spare;
         if (t < count && x.dtype == DType::kFloat32 && wide == dim) {

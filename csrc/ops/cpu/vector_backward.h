@@ -11,13 +11,14 @@
 
 namespace mdcp {
 
-template <class S, class M>
+template <class T>
 struct Backward {
-  using T = Tiles<S, M>;
+  using S = typename T::S;
+  using M = typename T::M;
   using V = typename S::V;
   static constexpr int W = S::W;
   static constexpr int64_t kQ = T::kPanel;  // rows of a q piece: one panel
-  static constexpr int64_t kStrip = 12;     // keys whose scores are alive at once
+  static constexpr int64_t kStrip = T::kStrip;
   static constexpr int64_t kQUnits = kQ / T::kPer;
 
   const BackwardArgs& a;
@@ -27,10 +28,12 @@ struct Backward {
   const int64_t group, dim, du, depth, wide, panels, max_keys;
   const bool past_q, past_k;  // dq; dk and dv are written around the caches
   float *k_rows, *v_rows, *k_columns, *dk, *dv;
-  float *q_t, *dout_t, *q_n, *dout_n, *lse, *delta;
+  float *q_t, *dout_t, *q_n, *dout_n, *lse, *lse_low, *delta;
   float *s, *dp, *p_a, *ds_a, *ds_b, *dq_t, *spare, *keep;
 
-  static int64_t piece_keys(const Shape& shape) { return shape.dim <= 64 ? 256 : 128; }
+  static int64_t piece_keys(const Shape& shape) {
+    return shape.dim <= 64 ? T::kTaskKeys : T::kTaskKeys / 2;
+  }
 
   Backward(const BackwardArgs& args, const SegmentList& segments, const BackwardPlan& backward,
            float* sums)
@@ -64,6 +67,7 @@ struct Backward {
       take(q_n, panels * T::kPanel * round_up(kQUnits, W));
       take(dout_n, panels * T::kPanel * round_up(kQUnits, W));
       take(lse, kQ);
+      take(lse_low, kQ);
       take(delta, kQ);
       take(s, kStrip * kQ);
       take(dp, kStrip * kQ);
@@ -80,6 +84,7 @@ struct Backward {
 
   // KV heads [first, last) of one piece.
   void run(const Task& task) {
+    const typename T::Session session;
     for (int64_t kv = task.first_head; kv < task.last_head; ++kv) {
       run(task.index, kv);
     }
@@ -129,7 +134,8 @@ struct Backward {
       const int64_t lo = std::max<int64_t>(0, g.first_row(j0 + k) - i0);
       const int64_t hi = std::min(rows.len, g.last_row(j0 + k + n - 1) - i0);
       if (lo >= hi) continue;
-      strip(rows, keys, g, head, k, n, lo / W, (hi + W - 1) / W);
+      strip(rows, keys, g, head, k, n, lo / (W * T::kColumnStep) * T::kColumnStep,
+            round_up((hi + W - 1) / W, T::kColumnStep));
       begin = std::min(begin, k);
       end = k + n;
     }
@@ -150,7 +156,9 @@ struct Backward {
     const float* l = static_cast<const float*>(a.lse.data) + head * a.lse.head_stride;
     for (int64_t r = 0; r < kQ; ++r) {
       const float x = r < rows.len ? l[(rows.start + r) * a.lse.row_stride] : -kInfinity;
-      lse[r] = x == -kInfinity ? kInfinity : x * kLog2e;  // a dead row has probability 0
+      const double base2 = double{x} / kLn2;
+      lse[r] = x == -kInfinity ? kInfinity : static_cast<float>(base2);  // a dead row weighs 0
+      lse_low[r] = x == -kInfinity ? 0.0f : static_cast<float>(base2 - lse[r]);
       delta[r] = x == -kInfinity ? 0.0f : delta_of(rows.start + r, head);
     }
   }
@@ -158,21 +166,24 @@ struct Backward {
   // rowsum(dout * out) - dlse. Taken anew by every task that sees the row: little beside the
   // products, and a pass of its own would read dout and out from memory once more.
   float delta_of(int64_t row, int64_t head) {
-    const float* x = float_row(spare, a.out, row, head);
-    const float* y = float_row(spare + wide, a.dout, row, head);
+    const void *x = a.out.at(row, head), *y = a.dout.at(row, head);
     V total = S::zero();
-    for (int64_t d = 0; d < wide; d += W) total = S::fma(S::load(x + d), S::load(y + d), total);
+    int64_t d = 0;
+    for (; d + W <= dim; d += W) {
+      total = S::fma(T::load_vector(a.out.dtype, x, d), T::load_vector(a.dout.dtype, y, d), total);
+    }
+    if (d < dim) {
+      T::load_floats(zeroed(spare), a.out, row, head, dim);
+      T::load_floats(zeroed(spare + wide), a.dout, row, head, dim);
+      total = S::fma(S::load(spare + d), S::load(spare + wide + d), total);
+    }
     const float* dlse = static_cast<const float*>(a.dlse.data);
     const float own = dlse ? dlse[head * a.dlse.head_stride + row * a.dlse.row_stride] : 0.0f;
     return S::sum(total) - own;
   }
 
-  // A row of `wide` floats, zero beyond dim: the storage itself where it will do, else in `line`.
-  const float* float_row(float* line, const Rows& x, int64_t row, int64_t head) const {
-    if (x.dtype == DType::kFloat32 && dim == wide)
-      return static_cast<const float*>(x.at(row, head));
+  float* zeroed(float* line) const {  // its last vector
     S::store(line + wide - W, S::zero());
-    T::load_floats(line, x, row, head, dim);
     return line;
   }
 
@@ -183,88 +194,116 @@ struct Backward {
     if constexpr (!M::kPairs) dp = ds_b + k * kQ;
     T::template product<false>(n, first, last, du, k_rows + k * depth, depth, q_t, 0, s, kQ);
     T::template product<false>(n, first, last, du, v_rows + k * depth, depth, dout_t, 0, dp, kQ);
-    if (a.options.dropout.probability > 0) fill_keep(rows, keys, head, k, n);
-    const int64_t i0 = rows.start - g.q_start, j0 = keys.start - g.k_start + k;
-    for (int64_t x = 0; x < n; ++x) {
-      const int64_t lo = std::max<int64_t>(0, g.first_row(j0 + x) - i0);
-      const int64_t hi = std::max(lo, std::min(rows.len, g.last_row(j0 + x) - i0));
-      pair_row(x, first * W, last * W, lo, hi);
+    if (a.options.dropout.probability > 0) {
+      fill_keep(rows, head, keys.start + k, n, first * W, last * W);
     }
+    const int64_t i0 = rows.start - g.q_start, j0 = keys.start - g.k_start + k;
+    const auto band = [&](int64_t x) {
+      const int64_t lo = std::max<int64_t>(0, g.first_row(j0 + x) - i0);
+      return Band{lo, std::max(lo, std::min(rows.len, g.last_row(j0 + x) - i0))};
+    };
     const int64_t skip = first * W / T::kPer, inside = (last - first) * W / T::kPer;
     const int64_t panel = round_up(kQUnits, W) * T::kPanel;
     float *p_rows = s, *ds_rows = dp;
     if constexpr (M::kPairs) {
-      for (int64_t x = 0; x < n; ++x) {
-        M::narrow(p_a + x * kQUnits + skip, s + x * kQ + first * W, (last - first) * W);
-        M::narrow(ds_a + x * kQUnits + skip, dp + x * kQ + first * W, (last - first) * W);
+      for (int64_t x = 0; x < n; x += 2) {
+        two_rows(x, x + 1 < n, k, first * W, last * W, band(x), band(x + 1));
       }
       p_rows = p_a;
       ds_rows = ds_a;
+    } else {
+      for (int64_t x = 0; x < n; ++x) one_row(x, first * W, last * W, band(x));
     }
+    clear_ds(k, n, first * W, last * W);
     T::template product<true>(n, 0, wide / W, inside, p_rows + skip, kQUnits,
                               dout_n + skip * T::kPanel, panel, dv + k * wide, wide);
     T::template product<true>(n, 0, wide / W, inside, ds_rows + skip, kQUnits,
                               q_n + skip * T::kPanel, panel, dk + k * wide, wide);
-    keep_ds(k, n, first * W, last * W);
   }
 
-  // Row x of the strip: s becomes p (after dropout), dp becomes ds; 0 outside columns [lo, hi).
-  void pair_row(int64_t x, int64_t first, int64_t last, int64_t lo, int64_t hi) {
-    float *ps = s + x * kQ, *pd = dp + x * kQ;
+  struct Band {
+    int64_t lo, hi;  // visible columns
+  };
+  struct Pair {
+    V p, ds;
+  };
+
+  // From s and dp in columns [i, i + W) of row x: p after dropout, and ds; 0 outside the band.
+  Pair pair(int64_t x, int64_t i, Band band) const {
     const float scale = static_cast<float>(a.options.scale);
     const float softcap = static_cast<float>(a.options.softcap);
-    const bool drop = a.options.dropout.probability > 0;
+    V t, slope = S::set(scale);
+    if (softcap > 0) {
+      t = capped<S>(S::mul(S::load(s + x * kQ + i), S::set(scale)), softcap);
+      const V y = S::mul(t, S::set(1.0f / (softcap * kLog2e)));
+      slope = S::mul(slope, S::sub(S::set(1.0f), S::mul(y, y)));
+      t = S::sub(t, S::load(lse + i));
+    } else {
+      t = S::fms(S::load(s + x * kQ + i), S::set(scale * kLog2e), S::load(lse + i));
+    }
+    if constexpr (!M::kPairs) t = S::sub(t, S::load(lse_low + i));
+    V p = weight<T>(t), d = S::load(dp + x * kQ + i);
+    if (i < band.lo || i + W > band.hi) {
+      p = S::within(p, band.lo - i, band.hi - i, S::zero());
+      d = S::within(d, band.lo - i, band.hi - i, S::zero());
+    }
+    V dropped = p;
+    if (a.options.dropout.probability > 0) {
+      const V factor = S::load(keep + x * kQ + i);
+      dropped = S::mul(p, factor);
+      d = S::mul(d, factor);
+    }
+    return {dropped, S::mul(S::mul(p, S::sub(d, S::load(delta + i))), slope)};
+  }
+
+  // Row x of the strip in columns [first, last): s becomes p, dp becomes ds.
+  void one_row(int64_t x, int64_t first, int64_t last, Band band) {
     for (int64_t i = first; i < last; i += W) {
-      V t, slope = S::set(scale);
-      if (softcap > 0) {
-        t = capped<S>(S::mul(S::load(ps + i), S::set(scale)), softcap);
-        const V y = S::mul(t, S::set(1.0f / (softcap * kLog2e)));
-        slope = S::mul(slope, S::sub(S::set(1.0f), S::mul(y, y)));
-        t = S::sub(t, S::load(lse + i));
-      } else {
-        t = S::fma(S::load(ps + i), S::set(scale * kLog2e), S::sub(S::zero(), S::load(lse + i)));
-      }
-      V p = S::exp2(t), d = S::load(pd + i), dropped = p;
-      if (i < lo || i + W > hi) {
-        p = S::within(p, lo - i, hi - i, S::zero());
-        d = S::within(d, lo - i, hi - i, S::zero());
-        dropped = p;
-      }
-      if (drop) {
-        const V factor = S::load(keep + x * kQ + i);
-        dropped = S::mul(p, factor);
-        d = S::mul(d, factor);
-      }
-      S::store(ps + i, dropped);
-      S::store(pd + i, S::mul(S::mul(p, S::sub(d, S::load(delta + i))), slope));
+      const Pair y = pair(x, i, band);
+      S::store(s + x * kQ + i, y.p);
+      S::store(dp + x * kQ + i, y.ds);
     }
   }
 
-  // ds of the strip as rows of B for dQ'; columns outside [first, last) are zero.
-  void keep_ds(int64_t k, int64_t n, int64_t first, int64_t last) {
-    for (int64_t x = 0; x < n; x += T::kPer) {
-      float* out = ds_b + (k + x) / T::kPer * kQ;
+  // Rows x and, if `both`, x + 1 as units: p and ds as rows of A, ds as a row of B for dQ' too.
+  void two_rows(int64_t x, bool both, int64_t k, int64_t first, int64_t last, Band low, Band high) {
+    float* out = ds_b + (k + x) / 2 * kQ;
+    for (int64_t i = first; i < last; i += W) {
+      const Pair y = pair(x, i, low);
+      M::narrow(p_a + x * kQUnits + i / 2, y.p);
+      M::narrow(ds_a + x * kQUnits + i / 2, y.ds);
+      Pair z{S::zero(), S::zero()};
+      if (both) {
+        z = pair(x + 1, i, high);
+        M::narrow(p_a + (x + 1) * kQUnits + i / 2, z.p);
+        M::narrow(ds_a + (x + 1) * kQUnits + i / 2, z.ds);
+      }
+      S::store(out + i, M::zip_floats(y.ds, z.ds));
+    }
+  }
+
+  // Zeros in the rows of B that dQ' reads of this strip, outside columns [first, last).
+  void clear_ds(int64_t k, int64_t n, int64_t first, int64_t last) {
+    float* out = ds_b + k / T::kPer * kQ;
+    const int64_t filled = T::units(n), read = round_up(filled, T::kRowStep);
+    for (int64_t u = 0; u < filled; ++u, out += kQ) {
       for (int64_t i = 0; i < first; i += W) S::store(out + i, S::zero());
       for (int64_t i = last; i < kQ; i += W) S::store(out + i, S::zero());
-      if constexpr (M::kPairs) {
-        for (int64_t i = first; i < last; i += W) {
-          const V low = S::load(dp + x * kQ + i);
-          const V high = x + 1 < n ? S::load(dp + (x + 1) * kQ + i) : S::zero();
-          S::store(out + i, M::zip_floats(low, high));
-        }
-      }
     }
+    for (int64_t i = 0; i < (read - filled) * kQ; i += W) S::store(out + i, S::zero());
   }
 
-  void fill_keep(const Piece& rows, const Piece& keys, int64_t head, int64_t k, int64_t n) {
-    for (int64_t r = 0; r < rows.len; ++r) {
-      DropoutRow mask(a.options.dropout, rows.start + r, head);
-      for (int64_t x = 0; x < n; ++x) {
-        keep[x * kQ + r] = static_cast<float>(mask.factor(keys.start + k + x));
+  // Dropout factors of n keys from `key` on against columns [first, last) of the q piece.
+  void fill_keep(const Piece& rows, int64_t head, int64_t key, int64_t n, int64_t first,
+                 int64_t last) {
+    for (int64_t r = first; r < last; r += W) {
+      if (r >= rows.len) {
+        for (int64_t x = 0; x < n; ++x) S::store(keep + x * kQ + r, S::zero());
+        continue;
       }
-    }
-    for (int64_t r = rows.len; r < kQ; ++r) {
-      for (int64_t x = 0; x < n; ++x) keep[x * kQ + r] = 0.0f;
+      DropoutLanes<S> lanes(a.options.dropout, rows.start + r, std::min<int64_t>(W, rows.len - r),
+                            head);
+      for (int64_t x = 0; x < n; ++x) S::store(keep + x * kQ + r, lanes.factors(key + x));
     }
   }
 
@@ -307,9 +346,9 @@ struct Backward {
 };
 
 // Zeros in the dq rows that no task visits.
-template <class S, class M>
+template <class T>
 void zero_unseen(const BackwardArgs& a, const BackwardPlan& plan, const Parallel& parallel) {
-  using T = Tiles<S, M>;
+  using S = typename T::S;
   const int64_t dim = a.shape.dim, wide = round_up(dim, S::W);
   parallel(static_cast<int64_t>(plan.unseen.size()), [&](int64_t i) {
     const Piece& piece = plan.q_pieces[plan.unseen[i]];
@@ -323,12 +362,12 @@ void zero_unseen(const BackwardArgs& a, const BackwardPlan& plan, const Parallel
   });
 }
 
-template <class S, class M>
+template <class T>
 void vector_backward(const BackwardArgs& a, const SegmentList& list, const Parallel& parallel,
                      const BackwardPlan& plan, float* partial) {
-  if (!a.accumulate) zero_unseen<S, M>(a, plan, parallel);
+  if (!a.accumulate) zero_unseen<T>(a, plan, parallel);
   parallel(static_cast<int64_t>(plan.tasks.size()),
-           [&](int64_t i) { Backward<S, M>(a, list, plan, partial).run(plan.tasks[i]); });
+           [&](int64_t i) { Backward<T>(a, list, plan, partial).run(plan.tasks[i]); });
 }
 
 }  // namespace mdcp

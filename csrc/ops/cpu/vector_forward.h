@@ -6,44 +6,55 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
+#include "dropout.h"
 #include "plan.h"
 #include "tiles.h"
 
 namespace mdcp {
 
 constexpr float kLog2e = 1.44269504088896341f;
-constexpr float kLn2 = 0.693147180559945309f;
+constexpr double kLn2 = 0.693147180559945309;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // softcap * tanh(x / softcap), times log2(e); `x` are scaled scores.
 template <class S>
 typename S::V capped(typename S::V x, float softcap) {
   using V = typename S::V;
-  const V two = S::set(2.0f), one = S::set(1.0f);
-  // tanh(y) = 1 - 2 / (exp(2 y) + 1)
-  const V e = S::exp2(S::mul(x, S::set(2.0f * kLog2e / softcap)));
-  const V t = S::sub(one, S::div(two, S::add(e, one)));
-  return S::mul(t, S::set(softcap * kLog2e));
+  // tanh(y) = m / (m + 2) with m = exp(2 y) - 1 = 2^n (2^f - 1) + (2^n - 1): no cancellation near
+  // zero, where softcap would multiply it. From 2 y = 33 (z = 48) on tanh is 1 in float.
+  V z = S::mul(x, S::set(2.0f * kLog2e / softcap));
+  z = S::min(S::set(48.0f), S::max(S::set(-48.0f), z));  // NaN stays
+  const V n = S::round(z), f = S::sub(z, n), scale = S::power(n);
+  const V m = S::fma(S::mul(power_series<S>(f), f), scale, S::sub(scale, S::set(1.0f)));
+  return S::mul(S::div(m, S::add(m, S::set(2.0f))), S::set(softcap * kLog2e));
 }
 
-template <class S, class M>
+// 2^x for a weight that is rounded to bfloat16 when the units are pairs.
+template <class T>
+typename T::V weight(typename T::V x) {
+  if constexpr (T::M::kPairs) return T::S::exp2_coarse(x);
+  return T::S::exp2(x);
+}
+
+template <class T>
 struct Forward {
-  using T = Tiles<S, M>;
+  using S = typename T::S;
+  using M = typename T::M;
   using V = typename S::V;
   static constexpr int W = S::W;
-  static constexpr int64_t kChunk = 256;  // keys packed at once
-  static constexpr int64_t kStrip = 12;   // rows whose scores are alive at once
-  static constexpr int64_t kRows = 256;   // rows of a task, over its heads
+  static constexpr int64_t kChunk = T::kChunk;
+  static constexpr int64_t kStrip = T::kStrip;
 
   const ForwardArgs& a;
   const SegmentList& list;
   const int64_t group, dim, du, depth, wide, panels;
   const bool past;  // out is written around the caches
-  float *q, *keys, *values, *acc, *top, *sum, *scores, *probs, *spare;
+  float *q, *keys, *values, *acc, *top, *sum, *scores, *probs, *spare, *keep;
 
   static int64_t piece_rows(const Shape& s) {
-    return std::max<int64_t>(kStrip, kRows / (s.heads / s.kv_heads));
+    return std::max<int64_t>(kStrip, T::kTaskRows / (s.heads / s.kv_heads));
   }
 
   Forward(const ForwardArgs& args, const SegmentList& segments)
@@ -57,9 +68,9 @@ struct Forward {
         panels(round_up(dim, T::kPanel) / T::kPanel),
         past(!args.merge &&
              T::past_caches(args.out, args.shape.total_q, args.shape.heads, args.shape.dim)) {
-    const int64_t rows = round_up(group * piece_rows(args.shape), 16);
-    float* at = scratch_floats(rows * (depth + wide + 2) + kChunk * depth + kChunk * wide +
-                               panels * T::kPanel * kChunk + 2 * kStrip * kChunk +
+    const int64_t rows = round_up(group * lines(piece_rows(args.shape)), 16);
+    float* at = scratch_floats(rows * (depth + wide + W + 1) + kChunk * depth + kChunk * wide +
+                               panels * T::kPanel * kChunk + 3 * round_up(kStrip, W) * kChunk +
                                W * std::max(depth, wide) * 2 + 1024);
     auto take = [&](int64_t n) {
       float* p = at;
@@ -71,14 +82,16 @@ struct Forward {
     values = take(panels * T::kPanel * (kChunk / T::kPer));
     acc = take(rows * wide);
     top = take(rows);
-    sum = take(rows);
+    sum = take(rows * W);
     scores = take(kStrip * kChunk);
     probs = M::kPairs ? take(kStrip * kChunk / T::kPer) : scores;
     spare = take(W * std::max(depth, wide));
+    keep = take(round_up(kStrip, W) * kChunk);
   }
 
   // KV heads [first, last) of one piece.
   void run(const Task& task) {
+    const typename T::Session session;
     for (int64_t kv = task.first_head; kv < task.last_head; ++kv) {
       run(task.piece, kv);
     }
@@ -86,6 +99,9 @@ struct Forward {
   }
 
  private:
+  // Rows of scratch between two heads of a piece.
+  static int64_t lines(int64_t rows) { return round_up(rows, T::kRowStep); }
+
   void run(const Piece& piece, int64_t kv) {
     const bool empty = piece.first_ref == piece.last_ref;
     if (a.merge && empty) return;
@@ -108,17 +124,18 @@ struct Forward {
   void begin(const Piece& piece, int64_t kv) {
     for (int64_t g = 0; g < group; ++g) {
       const int64_t head = kv * group + g;
-      T::pack_rows(q + g * piece.len * depth, depth, a.q, piece.start, head, piece.len, dim);
+      const int64_t above = g * lines(piece.len);
+      T::pack_rows(q + above * depth, depth, a.q, piece.start, head, piece.len, dim);
       for (int64_t r = 0; r < piece.len; ++r) {
-        const int64_t m = g * piece.len + r;
+        const int64_t m = above + r;
         const float old = a.merge ? *stat(head, piece.start + r) : -kInfinity;
         float* line = acc + m * wide;
         for (int64_t d = 0; d < wide; d += W) S::store(line + d, S::zero());
         top[m] = old * kLog2e;
-        sum[m] = 0.0f;
+        S::store(sum + m * W, S::zero());
         if (old != -kInfinity) {  // the running result is one more term of the softmax
           T::load_floats(line, a.out, piece.start + r, head, dim);
-          sum[m] = 1.0f;
+          sum[m * W] = 1.0f;
         }
       }
     }
@@ -135,20 +152,17 @@ struct Forward {
         const int64_t lo = std::max<int64_t>(0, g.first_key(i) - c);
         const int64_t hi = std::min(n, g.last_key(i + rows - 1) - c);
         if (lo >= hi) continue;
-        const int64_t first = lo / W, last = (hi + W - 1) / W, m = h * piece.len + r;
+        const int64_t first = lo / (W * T::kColumnStep) * T::kColumnStep;
+        const int64_t last = round_up((hi + W - 1) / W, T::kColumnStep);
+        const int64_t m = h * lines(piece.len) + r;
         T::template product<false>(rows, first, last, du, q + m * depth, depth, keys,
                                    depth * T::kPanel, scores, kChunk);
+        const bool drop = a.options.dropout.probability > 0;
+        if (drop) fill_keep(piece.start + r, rows, kv * group + h, key, first * W, last * W, n);
+        // All maxima first: the long way through one does not hold up the next row's.
+        for (int64_t x = 0; x < rows; ++x) raise(x, m + x, columns(g, i + x, c, n, first, last));
         for (int64_t x = 0; x < rows; ++x) {
-          const int64_t see = std::max<int64_t>(0, g.first_key(i + x) - c);
-          const int64_t end = std::min(n, g.last_key(i + x) - c);
-          softmax_row(x, m + x, first * W, last * W, see, std::max(see, end));
-          if (a.options.dropout.probability > 0) {
-            drop_row(x, piece.start + r + x, kv * group + h, first * W, last * W, key, n);
-          }
-          if constexpr (M::kPairs) {
-            M::narrow(probs + x * (kChunk / T::kPer) + first * W / T::kPer,
-                      scores + x * kChunk + first * W, (last - first) * W);
-          }
+          weigh(x, m + x, columns(g, i + x, c, n, first, last), drop);
         }
         T::template product<true>(rows, 0, wide / W, (last - first) * W / T::kPer,
                                   probs + first * W / T::kPer, kChunk / T::kPer,
@@ -158,43 +172,81 @@ struct Forward {
     }
   }
 
-  // Scores of row x in columns [first, last) become probabilities; only [see, end) are visible.
-  void softmax_row(int64_t x, int64_t m, int64_t first, int64_t last, int64_t see, int64_t end) {
+  // Columns [first, last) of a row have scores, [see, end) of them are visible, and the vectors
+  // [from, to) are so as a whole.
+  struct Columns {
+    int64_t first, last, see, end, from, to;
+
+    template <class F>
+    void each(const F& f) const {  // f(column, whether part of the vector may be hidden)
+      for (int64_t j = first; j < from; j += W) f(j, std::true_type{});
+      for (int64_t j = from; j < to; j += W) f(j, std::false_type{});
+      for (int64_t j = to; j < last; j += W) f(j, std::true_type{});
+    }
+  };
+
+  // Row i of segment g against the chunk of n keys at c; first and last in vectors.
+  static Columns columns(const Segment& g, int64_t i, int64_t c, int64_t n, int64_t first,
+                         int64_t last) {
+    Columns w{first * W, last * W, 0, 0, 0, 0};
+    w.see = std::clamp(g.first_key(i) - c, w.first, w.last);
+    w.end = std::clamp(std::min(n, g.last_key(i) - c), w.see, w.last);
+    w.from = round_up(w.see, W);
+    w.to = std::max(w.from, w.end / W * W);
+    return w;
+  }
+
+  // The maximum of row m takes in the scores of strip row x: what the row has is scaled down to it.
+  void raise(int64_t x, int64_t m, const Columns& w) {
     float* s = scores + x * kChunk;
     float factor = static_cast<float>(a.options.scale) * kLog2e;
-    if (a.options.softcap > 0 || factor < 0) {
-      transform(s, first, last);
+    if (transformed()) {
+      transform(s, w.first, w.last);
       factor = 1.0f;
     }
     const V hidden = S::set(-kInfinity);
     V high = hidden;
-    for (int64_t j = first; j < last; j += W) {
-      V x = S::load(s + j);
-      if (j < see || j + W > end) x = S::within(x, see - j, end - j, hidden);
-      high = S::max(high, x);
-    }
+    w.each([&](int64_t j, auto edge) {
+      V t = S::load(s + j);
+      if constexpr (edge) t = S::within(t, w.see - j, w.end - j, hidden);
+      high = S::max(high, t);
+    });
     const float before = top[m];
     const float now = std::max(before, S::highest(high) * factor);
-    const float base = now == -kInfinity ? 0.0f : now;
-    const V f = S::set(factor), b = S::set(-base);
-    V total = S::zero();
-    for (int64_t j = first; j < last; j += W) {
-      V p = S::exp2(S::fma(S::load(s + j), f, b));
-      if (j < see || j + W > end) p = S::within(p, see - j, end - j, S::zero());
-      S::store(s + j, p);
-      total = S::add(total, p);
-    }
-    if (now != before && before != -kInfinity) {
-      const V shrink = S::exp2(S::set(before - base));
-      float one[W];
-      S::store(one, shrink);
-      sum[m] *= one[0];
-      float* line = acc + m * wide;
-      for (int64_t d = 0; d < wide; d += W) S::store(line + d, S::mul(S::load(line + d), shrink));
-    }
+    if (now == before) return;
     top[m] = now;
-    sum[m] += S::sum(total);
+    if (before == -kInfinity) return;
+    const V shrink = S::exp2(S::set(before - now));
+    S::store(sum + m * W, S::mul(S::load(sum + m * W), shrink));
+    float* line = acc + m * wide;
+    for (int64_t d = 0; d < wide; d += W) S::store(line + d, S::mul(S::load(line + d), shrink));
   }
+
+  // Its scores become weights, in `probs`. `drop`: after they are summed they are multiplied by the
+  // factors in `keep`.
+  void weigh(int64_t x, int64_t m, const Columns& w, bool drop) {
+    const float* s = scores + x * kChunk;
+    float* p = probs + x * kChunk / T::kPer;
+    const float* kept = keep + x * kChunk;
+    const float factor = transformed() ? 1.0f : static_cast<float>(a.options.scale) * kLog2e;
+    const V f = S::set(factor), base = S::set(top[m] == -kInfinity ? 0.0f : top[m]);
+    V total = S::load(sum + m * W);
+    w.each([&](int64_t j, auto edge) {
+      V t = weight<T>(S::fms(S::load(s + j), f, base));
+      if constexpr (edge) t = S::within(t, w.see - j, w.end - j, S::zero());
+      total = S::add(total, t);
+      if (drop) t = S::mul(t, S::load(kept + j));
+      if constexpr (M::kPairs) {
+        M::narrow(p + j / T::kPer, t);
+      } else {
+        S::store(p + j, t);
+      }
+    });
+    S::store(sum + m * W, total);
+  }
+
+  // Whether scores are made anew before the softmax; else it scales them on the way.
+  bool transformed() const { return a.options.softcap > 0 || a.options.scale < 0; }
 
   void transform(float* s, int64_t first, int64_t last) {
     const float scale = static_cast<float>(a.options.scale);
@@ -205,12 +257,19 @@ struct Forward {
     }
   }
 
-  void drop_row(int64_t x, int64_t row, int64_t head, int64_t first, int64_t last, int64_t key,
-                int64_t n) {
-    DropoutRow mask(a.options.dropout, row, head);
-    float* s = scores + x * kChunk;
-    for (int64_t j = first; j < std::min(last, n); ++j) {
-      if (s[j] != 0.0f) s[j] *= static_cast<float>(mask.factor(key + j));
+  // Dropout factors of `rows` rows from `row` on against columns [first, last) of the chunk at
+  // `key`; it has n keys.
+  void fill_keep(int64_t row, int64_t rows, int64_t head, int64_t key, int64_t first, int64_t last,
+                 int64_t n) {
+    alignas(64) float block[W * W];
+    for (int64_t r = 0; r < rows; r += W) {
+      DropoutLanes<S> lanes(a.options.dropout, row + r, std::min<int64_t>(W, rows - r), head);
+      for (int64_t j = first; j < last; j += W) {
+        for (int64_t c = 0; c < W; ++c) {
+          S::store(block + c * W, j + c < n ? lanes.factors(key + j + c) : S::zero());
+        }
+        S::transpose(block, W, keep + r * kChunk + j, kChunk);
+      }
     }
   }
 
@@ -218,21 +277,24 @@ struct Forward {
     for (int64_t g = 0; g < group; ++g) {
       const int64_t head = kv * group + g;
       for (int64_t r = 0; r < piece.len; ++r) {
-        const int64_t m = g * piece.len + r;
-        const bool live = sum[m] != 0.0f;
-        const float inverse = live ? 1.0f / sum[m] : 0.0f;
+        const int64_t m = g * lines(piece.len) + r;
+        const float total = S::sum(S::load(sum + m * W));
+        const bool live = total != 0.0f;
+        const float inverse = live ? 1.0f / total : 0.0f;
         T::store_floats(a.out, piece.start + r, head, dim, acc + m * wide, inverse, false, past);
-        *stat(head, piece.start + r) = live ? top[m] * kLn2 + std::log(sum[m]) : -kInfinity;
+        // In double: the backward's weights have the error of lse.
+        const double log = double{top[m]} * kLn2 + double{std::log(total)};
+        *stat(head, piece.start + r) = live ? static_cast<float>(log) : -kInfinity;
       }
     }
   }
 };
 
-template <class S, class M>
+template <class T>
 void vector_forward(const ForwardArgs& a, const SegmentList& list, const Parallel& parallel,
                     const std::vector<Task>& tasks) {
   parallel(static_cast<int64_t>(tasks.size()),
-           [&](int64_t i) { Forward<S, M>(a, list).run(tasks[i]); });
+           [&](int64_t i) { Forward<T>(a, list).run(tasks[i]); });
 }
 
 }  // namespace mdcp

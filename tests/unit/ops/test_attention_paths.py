@@ -3,6 +3,9 @@ number of threads or on what is packed beside a sequence."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,15 +25,25 @@ def usable(path):
     return True
 
 
-PATHS = [p for p in ("scalar", "avx2", "avx512", "avx512_bf16") if usable(p)]
+FLOAT_PATHS = [p for p in ("scalar", "avx2", "avx512") if usable(p)]
+PATHS = FLOAT_PATHS + [p for p in ("avx512_bf16", "amx_bf16") if usable(p)]
 LOW = [torch.bfloat16, torch.float16]
+
+
+def limited(name):
+    _C.limit_cpu_path(name)
+    yield name
+    _C.limit_cpu_path("best")
 
 
 @pytest.fixture(params=PATHS)
 def path(request):
-    _C.limit_cpu_path(request.param)
-    yield request.param
-    _C.limit_cpu_path("best")
+    yield from limited(request.param)
+
+
+@pytest.fixture(params=FLOAT_PATHS)  # the others compute float32 as avx512 does
+def float_path(request):
+    yield from limited(request.param)
 
 
 @pytest.fixture
@@ -80,11 +93,11 @@ def errors(got, want):
 
 
 @pytest.mark.parametrize("dim", [8, 40, 64, 96, 128, 256])
-def test_float32_error_is_at_most_twice_that_of_torch(path, dim):
+def test_float32_error_is_at_most_twice_that_of_torch(float_path, dim):
     lengths = [300, 5, 64, 1]
     c = cu(lengths)
     tensors = make(370, 370, dim=dim)
-    weight = torch.randn(370, 4, dim)
+    weight = torch.randn(370, 4, dim, generator=torch.Generator().manual_seed(dim))
     want = outputs(
         lambda *t: varlen_attention_reference(*t, c, c)[0],
         [t.double() for t in tensors],
@@ -112,6 +125,27 @@ def test_16_bit_error_is_at_most_twice_that_of_the_naive_version(path, dtype, he
     ours = errors(outputs(lambda *t: ops.varlen_attention(*t, c, c)[0], tensors, weight), want)
     for a, b in zip(ours, theirs, strict=True):
         assert a <= 2 * b, (ours, theirs)
+
+
+@pytest.mark.parametrize(("softcap", "spread"), [(50.0, 1.0), (50.0, 8.0), (2.0, 8.0)])
+def test_softcap_error_is_at_most_twice_that_of_the_naive_version(float_path, softcap, spread):
+    """A cap far above the scores multiplies every error of tanh near zero."""
+    c = cu([200, 33])
+    q, k, v = make(233, 233, dim=32)
+    weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(5))
+
+    def naive(*t):
+        return varlen_attention_reference(*t, c, c, softcap=softcap)[0]
+
+    tensors = [q * spread, k, v]
+    want = outputs(naive, [t.double() for t in tensors], weight.double())
+    theirs = errors(outputs(naive, tensors, weight), want)
+    ours = errors(
+        outputs(lambda *t: ops.varlen_attention(*t, c, c, softcap=softcap)[0], tensors, weight),
+        want,
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        assert a <= 2 * b + 1e-6, (ours, theirs)
 
 
 def everything(tensors, c, dtype, options):
@@ -204,26 +238,72 @@ def test_merged_segments_agree_with_the_scalar_path(path, dtype):
     got = run()
     _C.limit_cpu_path("scalar")
     want = run()
-    tolerance = 1e-5 if dtype != torch.bfloat16 or path != "avx512_bf16" else 2e-2
+    tolerance = 1e-5 if dtype != torch.bfloat16 or "bf16" not in path else 2e-2
     for a, b in zip(got, want, strict=True):
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
-def test_dropout_masks_are_the_same_on_every_path(path):
-    q, k, v = make(300, 300, 2, 1, 32)
-    c, positions = cu([180, 120]), torch.cat([torch.arange(180), torch.arange(120)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_masks_are_the_same_on_every_path(path, dtype):
+    """Positions that start inside a group of four, run backwards, and pass 2^32."""
+    tensors = make(300, 300, 2, 1, 32, dtype)
+    c = cu([180, 120])
+    positions = torch.cat([torch.arange(180) + 3, (1 << 33) + torch.arange(120).flip(0) * 3])
     options = {
         "dropout_p": 0.2,
         "rng_key": ops.make_rng_key(1, 2),
-        "sample_ids": torch.tensor([4] * 180 + [9] * 120),
-        "q_positions": positions,
+        "sample_ids": torch.tensor([4] * 180 + [9 + (1 << 40)] * 120),
+        "q_positions": positions.roll(7),
         "k_positions": positions,
+        "head_offset": 5,
+        "window_size": (100, 0),
     }
-    got = everything([q, k, v], c, torch.float32, options)
+    got = everything(tensors, c, dtype, options)
     _C.limit_cpu_path("scalar")
-    want = everything([q, k, v], c, torch.float32, options)
+    want = everything(tensors, c, dtype, options)
+    tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+        assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_float64_is_always_scalar_and_bfloat16_takes_the_best_path():
+    assert _C.cpu_path("float64") == "scalar"
+    assert _C.cpu_path("float32") == FLOAT_PATHS[-1]
+    assert _C.cpu_path("bfloat16") in (PATHS[-1], "avx512")
+
+
+@pytest.mark.skipif("amx_bf16" not in PATHS, reason="this machine has no amx_bf16")
+def test_a_refused_permission_for_amx_falls_back():
+    """Linux refuses the tiles to a process with a signal stack that cannot hold them."""
+    code = """
+import ctypes
+class Stack(ctypes.Structure):
+    _fields_ = [("sp", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t)]
+room = ctypes.create_string_buffer(8192)
+libc = ctypes.CDLL(None, use_errno=True)
+stack = Stack(ctypes.addressof(room), 0, len(room))
+assert libc.sigaltstack(ctypes.byref(stack), None) == 0
+import torch
+from megatron_dcp import _C
+print(_C.cpu_path("bfloat16"))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["avx512"]  # which Intel's cores run faster than avx512_bf16
+
+
+@pytest.mark.skipif("amx_bf16" not in PATHS, reason="this machine has no amx_bf16")
+def test_torch_keeps_its_own_use_of_amx_between_our_calls():
+    """Both configure the tiles of the same thread."""
+    c = cu([300])
+    tensors = make(300, 300, dtype=torch.bfloat16)
+    a = torch.randn(256, 256).bfloat16()
+    product = a @ a
+    first = everything(tensors, c, torch.bfloat16, {})
+    for _ in range(3):
+        assert torch.equal(a @ a, product)
+        for x, y in zip(everything(tensors, c, torch.bfloat16, {}), first, strict=True):
+            assert torch.equal(x, y)
 
 
 def test_unknown_path_is_refused():

@@ -1,0 +1,48 @@
+// bfloat16 products with float32 sums on AMX tiles (tdpbf16ps).
+#include "paths.h"
+
+#if defined(__x86_64__) && defined(MDCP_HAS_AMX)
+
+// The standard headers come first: nothing of them may be compiled for the wider machine.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <string>
+#include <thread>
+#include <type_traits>
+#include <vector>
+
+#include "attention.h"
+#include "convert.h"
+#include "plan.h"
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16")
+#include "amx_tiles.h"
+#include "vector_backward.h"
+#include "vector_forward.h"
+
+namespace mdcp {
+namespace {
+
+using T = AmxTiles;
+
+const Path kPath{"amx_bf16",      &Forward<T>::piece_rows, &Backward<T>::piece_keys,
+                 Backward<T>::kQ, &vector_forward<T>,      &vector_backward<T>};
+
+}  // namespace
+#pragma GCC pop_options
+
+const Path* const kAmxBf16 = &kPath;
+
+}  // namespace mdcp
+
+#else
+namespace mdcp {
+const Path* const kAmxBf16 = nullptr;
+}
+#endif
