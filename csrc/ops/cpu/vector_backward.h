@@ -243,17 +243,18 @@ struct Backward {
     }
     if constexpr (!M::kPairs) t = S::sub(t, S::load(lse_low + i));
     V p = weight<T>(t), d = S::load(dp + x * kQ + i);
-    if (i < band.lo || i + W > band.hi) {
-      p = S::within(p, band.lo - i, band.hi - i, S::zero());
-      d = S::within(d, band.lo - i, band.hi - i, S::zero());
-    }
+    const bool edge = i < band.lo || i + W > band.hi;
+    if (edge) p = S::within(p, band.lo - i, band.hi - i, S::zero());
     V dropped = p;
     if (a.options.dropout.probability > 0) {
       const V factor = S::load(keep + x * kQ + i);
       dropped = S::mul(p, factor);
       d = S::mul(d, factor);
     }
-    return {dropped, S::mul(S::mul(p, S::sub(d, S::load(delta + i))), slope)};
+    V ds = S::mul(S::mul(p, S::sub(d, S::load(delta + i))), slope);
+    // Hidden columns may hold anything, NaN too: a weight of 0 is not enough.
+    if (edge) ds = S::within(ds, band.lo - i, band.hi - i, S::zero());
+    return {dropped, ds};
   }
 
   // Row x of the strip in columns [first, last): s becomes p, dp becomes ds.

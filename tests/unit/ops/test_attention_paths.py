@@ -266,6 +266,18 @@ def test_dropout_masks_are_the_same_on_every_path(path, dtype):
         assert (a - b).abs().max() <= tolerance * b.abs().max()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_an_earlier_call_left_behind_does_not_matter(path, dtype):
+    """Scratch is kept between calls: fill it with NaN, then take less than a tile."""
+    c = cu([200])
+    nan = [torch.full((200, 1, 64), float("nan"), dtype=dtype) for _ in range(3)]
+    everything(nan, c, dtype, {"softcap": 4.0})
+    for n, dim in ((1, 8), (17, 40), (40, 64)):
+        tensors = make(n, n, 1, 1, dim, dtype)
+        for x in everything(tensors, cu([n]), dtype, {"softcap": 4.0}):
+            assert torch.isfinite(x).all(), (n, dim)
+
+
 def test_float64_is_always_scalar_and_bfloat16_takes_the_best_path():
     assert _C.cpu_path("float64") == "scalar"
     assert _C.cpu_path("float32") == FLOAT_PATHS[-1]
