@@ -146,6 +146,7 @@ class _Allgather(torch.autograd.Function):
                 **_dropout(ctx, options, rows.start),
             )
             out[:, rows], lse[rows] = part, part_lse
+            del gathered  # before the group after the next is made
         result = out.to(q.dtype)
         fn.save_for_backward(q, kv, result, lse)
         fn.placement, fn.options = ctx, options
@@ -178,6 +179,7 @@ class _Allgather(torch.autograd.Function):
                 **_dropout(ctx, options, rows.start),
             )
             dq[:, rows] = part
+            del gathered
             homes.append(_start_home(dkv, ctx, options.mask, kind))
         grads = []
         for parts, pending in homes:

@@ -203,6 +203,12 @@ def test_messages_that_nobody_needs_are_skipped(
         assert 0 < sent[1] <= sent[0] / 3
 
 
+def test_allgather_holds_two_groups_of_heads_at_once(pool: WorkerPool) -> None:
+    """Of four: the one that is computed and the one that is coming."""
+    case = "megatron_dcp.testing.cases.gathered:gathered_case"
+    assert pool.run(2, case, length=50, kv_heads=8, groups=4) == [[4, 2], [4, 2]]
+
+
 DRIFT = 1.05  # the error of a degree may be this much of that of one rank
 # With more ranks than KV heads their gradients come home in rounded parts: one rounding more.
 REPEATED = 1.45
