@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_dcp.adapters.megatron import standins, training
+from megatron_dcp.adapters.megatron import standins, training, versions
 from megatron_dcp.adapters.megatron.patchset import Patch
 from megatron_dcp.errors import MdcpError
 from tests.contracts.megatron_plans import register_mix
@@ -47,14 +47,30 @@ def out_of_memory(iterator: Any, model: Any) -> Any:
     raise torch.OutOfMemoryError("made up")
 
 
-def run(*, script: str, argv: list[str], oom_file: str | None = None) -> dict[str, Any]:
-    """Losses and gradient norms of each step (or the error) of one run on this rank."""
+def run(
+    *,
+    script: str,
+    argv: list[str],
+    oom_file: str | None = None,
+    version: str | None = None,
+    leave_out: list[str] | None = None,
+) -> dict[str, Any]:
+    """Losses and gradient norms of each step (or the error) of one run on this rank.
+
+    version: what megatron-core says of itself. leave_out: stand-ins to do without; any error is
+    then part of the result.
+    """
     if oom_file is not None:
         os.environ["MDCP_OOM_FILE"] = oom_file
+    told = versions.installed_version
+    if version is not None:
+        versions.installed_version = lambda: version
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(dist.get_rank())
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(dist.get_world_size())
     register_mix()
-    standins.install()
+    if leave_out:
+        standins.remove()
+    standins.install(leave_out=tuple(leave_out or ()))
     steps: dict[str, Any] = {"losses": [], "norms": [], "evaluations": []}
     patches = training.patch_set()
     patches.patches += [_recorder(steps), _evaluation_recorder(steps)]
@@ -70,14 +86,19 @@ def run(*, script: str, argv: list[str], oom_file: str | None = None) -> dict[st
         steps["digests"] = current.digests if current is not None else []
         last = current.last_plan if current is not None else None
         steps["budget"] = last.budget_bytes if last is not None else None
-    except MdcpError as error:
+    except Exception as error:
+        if not (leave_out or isinstance(error, MdcpError)):
+            raise
         steps["error"] = f"{type(error).__name__}: {error}"
     finally:
+        versions.installed_version = told
         os.environ.pop("MDCP_OOM_FILE", None)
         sys.argv = before
         patches.undo()
         training.reset()
         _clear_megatron()
+        if leave_out:
+            standins.remove()
     return steps
 
 

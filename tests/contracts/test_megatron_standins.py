@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from megatron_dcp.adapters.megatron.standins import CORE, GAPS
+from megatron_dcp.adapters.megatron.standins import CORE, GAPS, TRAINING
 from megatron_dcp.testing.pool import WorkerPool
 from tests.contracts.megatron_env import ROOT, own_python
 from tests.contracts.test_megatron_core import EXPERTS
+from tests.contracts.test_megatron_training import arguments, run
 
 pytestmark = pytest.mark.distributed
 
@@ -29,11 +30,17 @@ CORE_CASES: dict[str, tuple[dict[str, Any], str]] = {
     "synchronize": ({"pp": 2}, "CUDA"),
     "split_sizes": (EXPERT_RANKS, "all_to_all_single"),
 }
+TRAINING_CASES = {
+    "presence": "CUDA",
+    "counters": "CUDA",
+    "process_group_arguments": "device_ids",
+}
 
 
 def test_every_stand_in_has_a_case() -> None:
     assert [p.name for p in GAPS] == ["wheel_gaps"]
     assert {p.name for p in CORE} == set(CORE_CASES)
+    assert {p.name for p in TRAINING} == {*TRAINING_CASES, "fused_kernels"}
 
 
 @pytest.mark.parametrize("piece", CORE_CASES)
@@ -42,6 +49,14 @@ def test_megatron_core_does_not_train_without(megatron_pool: WorkerPool, piece: 
     target = "tests.contracts.megatron_cases:without"
     for error in megatron_pool.run(2, target, piece=piece, **case):
         assert words in error
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("piece", TRAINING_CASES)
+def test_megatron_training_does_not_run_without(own_megatron_pool: WorkerPool, piece: str) -> None:
+    argv = arguments(train_iters="1")
+    for result in run(own_megatron_pool, 2, argv, leave_out=[piece]):
+        assert TRAINING_CASES[piece] in result["error"]
 
 
 def python(executable: str, code: str, *path: str) -> subprocess.CompletedProcess[str]:

@@ -22,6 +22,7 @@ from tests.contracts.megatron_env import ROOT, own_python
 pytestmark = pytest.mark.distributed
 
 EXAMPLE = ROOT / "examples" / "megatron_gpt"
+EXTERNAL = Path(__file__).with_name("megatron_external.py")
 STEPS = 20
 MIX = ["--mdcp", "--mdcp-strategy", "test-mix"]
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
@@ -39,14 +40,12 @@ def arguments(*more: str, **changed: str) -> list[str]:
     return [*found, *more]
 
 
-def run(pool: WorkerPool, ranks: int, argv: list[str], **more: Any) -> list[dict[str, Any]]:
-    return pool.run(
-        ranks,
-        "tests.contracts.megatron_training_cases:run",
-        script=str(EXAMPLE / "pretrain.py"),
-        argv=argv,
-        **more,
-    )
+def run(
+    pool: WorkerPool, ranks: int, argv: list[str], script: Path = EXAMPLE / "pretrain.py",
+    **more: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    case = "tests.contracts.megatron_training_cases:run"
+    return pool.run(ranks, case, script=str(script), argv=argv, **more)
 
 
 def relative(a: list[float], b: list[float]) -> float:
@@ -89,6 +88,32 @@ def test_pretrain_planned_equals_static(
     assert len(set(planned["digests"])) == STEPS
     assert static["digests"] == []
     assert relative(static["evaluations"] or [1.0], planned["evaluations"] or [1.0]) <= 2e-6
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["cyclic", "external"])
+def test_other_data_loaders(own_megatron_pool: WorkerPool, kind: str) -> None:
+    """Random order from the seed, and loaders that the script makes itself; with evaluation."""
+    script = EXTERNAL if kind == "external" else EXAMPLE / "pretrain.py"
+    argv = arguments("--dataloader-type", kind, "--eval-iters", "2")
+    static = run(own_megatron_pool, 2, argv, script)[-1]
+    planned = run(own_megatron_pool, 2, [*argv, *MIX], script)[-1]
+    assert len(static["losses"]) == len(planned["losses"]) == STEPS
+    assert relative(static["losses"], planned["losses"]) <= 2e-6
+    assert relative(static["norms"], planned["norms"]) <= 1e-4
+    assert static["evaluations"]
+    assert relative(static["evaluations"], planned["evaluations"]) <= 2e-6
+
+
+@pytest.mark.nightly
+def test_ranks_of_a_static_context_parallelism_become_data_ranks(
+    own_megatron_pool: WorkerPool,
+) -> None:
+    """The flag of a job stays as it is. Plain Megatron needs TE for it: its run is without."""
+    static = run(own_megatron_pool, 2, arguments())[-1]
+    planned = run(own_megatron_pool, 2, arguments("--context-parallel-size", "2", *MIX))[-1]
+    assert relative(static["losses"], planned["losses"]) <= 2e-6
+    assert relative(static["norms"], planned["norms"]) <= 1e-4
 
 
 def test_resume_gives_the_same_plans_and_losses(
@@ -137,6 +162,14 @@ def test_wrong_flags_are_refused_on_every_rank(
         assert result["losses"] == []
 
 
+def test_a_version_outside_the_table_is_refused_on_every_rank(
+    own_megatron_pool: WorkerPool,
+) -> None:
+    for result in run(own_megatron_pool, 2, arguments("--mdcp", train_iters="1"), version="0.12.1"):
+        assert "Megatron-Core 0.12.1 is installed, tested are 0.16" in result["error"]
+        assert result["losses"] == []
+
+
 def launch(python: str, script: Path, argv: list[str], ranks: int) -> list[tuple[int, str]]:
     """Exit status and output of each rank of a real `mdcp launch`."""
     port, processes = str(free_port()), []
@@ -172,6 +205,28 @@ def test_both_planners_together_are_refused_with_both_names() -> None:
         assert "--mdcp and --hybrid-context-parallel are both on" in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([], "data-parallel rank 1: the data iterator gives items without lengths"),
+        pytest.param(["--mdcp-memory-gb", "0.000001"], "bytes", marks=pytest.mark.nightly),
+        pytest.param(["--mdcp-strategy", "nonesuch"], "nonesuch", marks=pytest.mark.nightly),
+    ],
+    ids=["data of one rank", "no memory", "flag"],
+)
+def test_launch_ends_with_1_on_every_rank_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], text: str
+) -> None:
+    """Found by one rank alone, by the planner and by the argument check."""
+    if not flags:
+        monkeypatch.setenv("SPOILED_RANK", "1")
+    argv = arguments("--mdcp", "--dataloader-type", "external", *flags)
+    for status, out in launch(own_python(), EXTERNAL, argv, 2):
+        assert status == 1
+        assert text in out
+        assert "lm loss:" not in out
+
+
 def test_launch_says_what_it_looked_for_without_megatron_training() -> None:
     # The ordinary environment has 0.16.1, whose wheel holds megatron.core only.
     (status, text), *_ = launch(sys.executable, EXAMPLE / "pretrain.py", arguments("--mdcp"), 1)
@@ -205,22 +260,47 @@ def build_helpers(root: Path) -> None:
         subprocess.run(["g++", *flags, str(source), "-o", str(target)], check=True)
 
 
+TREE = Path(os.environ.get("MEGATRON_LM_DIR", "/"))
+
+
+def logged_losses(argv: list[str]) -> list[float]:
+    """Losses that the tree's unmodified pretrain_gpt.py logs on two ranks."""
+    build_helpers(TREE)
+    ends = launch(own_python(), TREE / "pretrain_gpt.py", argv, 2)
+    assert [status for status, _ in ends] == [0, 0], ends[-1][1][-3000:]
+    lines = [x for x in ends[-1][1].splitlines() if " iteration " in x and "lm loss:" in x]
+    return [float(x.split("lm loss:")[1].split()[0]) for x in lines]
+
+
 @pytest.mark.skipif(
     "MEGATRON_LM_DIR" not in os.environ, reason="MEGATRON_LM_DIR names no Megatron-LM checkout"
 )
 def test_unmodified_pretrain_gpt_of_a_checkout() -> None:
-    root = Path(os.environ["MEGATRON_LM_DIR"])
-    build_helpers(root)
-    script = root / "pretrain_gpt.py"
     argv = arguments(
         "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "95",
         "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss",
     )  # fmt: skip
-    found = []
-    for more in ([], ["--mdcp"]):
-        ends = launch(own_python(), script, [*argv, *more], 2)
-        assert [status for status, _ in ends] == [0, 0]
-        lines = [x for x in ends[-1][1].splitlines() if " iteration " in x and "lm loss:" in x]
-        found.append([float(x.split("lm loss:")[1].split()[0]) for x in lines])
-    assert len(found[0]) == STEPS
-    assert relative(*found) <= 2e-6
+    static, planned = (logged_losses([*argv, *more]) for more in ([], ["--mdcp"]))
+    assert len(static) == STEPS
+    assert relative(static, planned) <= 2e-6
+
+
+@pytest.mark.skipif(
+    not (TREE / "megatron" / "training" / "datasets" / "varlen_dataset.py").is_file(),
+    reason="MEGATRON_LM_DIR names no tree with mock data of varying length (the branch dev has it)",
+)
+@pytest.mark.parametrize("kind", ["sft", "use-varlen-dataset"])
+def test_mock_data_of_varying_length_of_a_checkout(kind: str) -> None:
+    """Static: padded rows (`sbhd`), since Megatron has no packed attention on a CPU."""
+    lengths = {"mode": "distribution", "type": "lognormal", "min_seq_len": 4, "max_seq_len": 60,
+               "mean_seq_len": 20, "lognormal_sigma": 0.9}  # fmt: skip
+    argv = arguments(
+        "--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "95",
+        "--null-tokenizer-pad-id", "93",
+    )  # fmt: skip
+    padded = ["--sft", "--sft-mock-dataset-config-json", json.dumps({**lengths, "format": "sbhd"})]
+    name = "sft" if kind == "sft" else "varlen"
+    packed = [f"--{kind}", f"--{name}-mock-dataset-config-json", json.dumps(lengths)]
+    static, planned = logged_losses([*argv, *padded]), logged_losses([*argv, *packed, "--mdcp"])
+    assert len(static) == STEPS
+    assert relative(static, planned) <= 2e-6

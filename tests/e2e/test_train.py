@@ -144,10 +144,12 @@ def test_a_long_run_shows_its_metrics_and_adopts_a_refit_at_a_checkpoint(tmp_pat
     (tmp_path / "guess.json").write_text(dumps(guessed_profile()))
     common = ["--metrics", "console,tensorboard", "--metrics-every", "4", "--refit", "--cost",
               "guess.json", "--max-length", "600", "--global-batch", "8", "--strategies", "static",
-              "--checkpoint-every", "8", "--out", "run"]  # fmt: skip
+              "--checkpoint-every", "8", "--out", "run", "--fused", "auto"]  # fmt: skip
     first = mdcp_train(tmp_path, "--train-steps", "12", *common)
     assert first.returncode == 0, first.stderr[-4000:]
     assert first.stderr.count("tokens/s") == 3  # a table every four steps
+    assert "--fused auto: torch's fused AdamW on cpu" in first.stderr
+    assert "apex not used: rank 0: " in first.stderr
     run = tmp_path / "run"
     adopted = {p.stem.removeprefix("cost-") for p in run.glob("cost-*.json")}
     assert "step-00000008, from here on with run/cost-" in first.stderr
