@@ -13,11 +13,11 @@ from megatron_dcp.schemes import attention
 from megatron_dcp.testing.cases.attention import block_context, cached_world
 
 
-class _Alive(TorchDispatchMode):
+class _Alive(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts tensors of one shape made by `new_empty`: `made`, and `most` alive at a time."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._shape, self._alive = shape, list[weakref.ref[Tensor]]()
         self.made = self.most = 0
 
