@@ -49,6 +49,19 @@ def verdicts(bench: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def headroom(folder: Path) -> str:
+    """Predicted time of every strategy's plans over their lower bounds: what no plan can beat."""
+    makespan: dict[str, int] = {}
+    bound: dict[str, int] = {}
+    for path in sorted((folder / "plans").glob("*.json")):
+        plan = json.loads(path.read_text())
+        name = plan["strategy"]
+        makespan[name] = makespan.get(name, 0) + plan["makespan_us"]
+        bound[name] = bound.get(name, 0) + plan["lower_bound_us"]
+    over = ", ".join(f"`{n}` {makespan[n] / bound[n]:.3f}" for n in makespan)
+    return f"Makespans of the plans over their lower bounds: {over}"
+
+
 def show(folder: Path) -> None:
     """One run, or every run of a benchmark folder with its goals."""
     if (folder / "bench.json").exists():
@@ -62,6 +75,7 @@ def show(folder: Path) -> None:
     print(f"## {summary['what']}\n\n`{folder}/summary.json`, configuration:")
     print(", ".join(f"{k} {v}" for k, v in summary["config"].items() if v is not None) + "\n")
     print("\n".join(table(summary)) + "\n")
+    print(headroom(folder) + "\n")
 
 
 def main(folders: list[str]) -> None:
