@@ -122,7 +122,7 @@ def test_batch_sizes_of_a_stock_config_keep_their_meaning() -> None:
 def test_objectives_follow_the_count_policy() -> None:
     """Balancing totals where every slot waits for its slowest rank plans for the wrong thing."""
     waiting = {name for name, b in BACKENDS.items() if b.objective == "sum-of-maxima"}
-    assert waiting == {"zero2", "zero3", "fsdp2"}
+    assert waiting == {"zero2", "zero3", "fsdp2", "hsdp"}
     assert {n for n, b in BACKENDS.items() if b.recompute_scope == "slot"} == {"zero3"}
 
 

@@ -47,6 +47,7 @@ def test_fuzz(plain: Path) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3000)
 def test_fuzz_a_million(plain: Path) -> None:
     for first in range(0, 1_000_000, 50_000):
         assert output(plain / "planner_fuzz", first, 50_000).startswith("50000 cases")

@@ -23,6 +23,7 @@ def test_smallest_case_is_a_hint_that_the_solver_accepts() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_within_five_percent_of_the_best_found() -> None:
     ratios = {}
     for case in cpsat.CASES:
