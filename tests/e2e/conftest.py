@@ -4,9 +4,9 @@ The planner takes half a minute to compile, so it is compiled once.
 """
 
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,8 +44,7 @@ def built(tmp_path_factory):
     _run(sys.executable, "-c", hook, str(folder / "dist"), cwd=folder / "clone",
          MDCP_BUILD_OPS="0")  # fmt: skip
     (sdist,) = (folder / "dist").glob("megatron_dcp-*.tar.gz")
-    with tarfile.open(sdist) as archive:
-        archive.extractall(folder / "unpacked", filter="data")
+    shutil.unpack_archive(sdist, folder / "unpacked")
     (tree,) = (folder / "unpacked").iterdir()
     _run("bash", str(tree / "scripts/dev/wheel.sh"), str(folder / "wheels"), cwd=folder,
          PYTHON=sys.executable, MDCP_BUILD_OPS="0")  # fmt: skip
