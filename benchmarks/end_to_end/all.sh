@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole end-to-end benchmark on an idle machine with two cores, and its results page: the native
 # trainer on every data set and link and on virtual ranks, then each real trainer on the standard
-# library (about an hour). Prints the page on stdout, progress on stderr.
+# library (45 minutes). Prints the page on stdout, progress on stderr.
 #
 #   bash benchmarks/end_to_end/all.sh > benchmarks/results/end_to_end_cpu_202611.md
 #   PYTHON=/path/to/python OUT=runs bash benchmarks/end_to_end/all.sh --quick    a small version
