@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ def _build(case: dict[str, Any], planned: bool) -> tuple[list[Any], Any, Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.spec_utils import ModuleSpec
 
     from megatron_dcp.adapters.megatron.attention import plan_aware_spec
 
@@ -119,7 +121,10 @@ def _build(case: dict[str, Any], planned: bool) -> tuple[list[Any], Any, Any]:
         }
     )
     spec = get_gpt_layer_local_spec(options.get("num_moe_experts"), normalization="RMSNorm")
-    if planned:
+    if case.get("mixer"):  # another module where the self-attention was
+        mixer = import_module("megatron.core.ssm.gated_delta_net").GatedDeltaNet
+        spec.submodules.self_attention = ModuleSpec(module=mixer)
+    if planned and not case.get("plain"):
         spec = plan_aware_spec(spec)
     distributed = bool(case.get("distributed"))
     ddp = DistributedDataParallelConfig(

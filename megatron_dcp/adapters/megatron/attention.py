@@ -114,12 +114,30 @@ def check_attention_config(config: Any) -> None:
         faults.append(f"attention_dropout {config.attention_dropout} (only 0)")
     if getattr(config, "multi_latent_attention", False):
         faults.append("multi_latent_attention (its RoPE uses rank arithmetic)")
+    for name in ("qk_clip", "log_max_attention_logit"):
+        if getattr(config, name, False):
+            faults.append(f"{name} (the largest logit is not kept)")
     if faults:
         raise AdapterError(
             "Megatron model: plan-aware attention was asked for a model with "
             + "; ".join(faults)
             + ". Change these options or run without --mdcp"
         )
+
+
+def layer_window(config: Any, layer_number: int) -> tuple[int, int]:
+    """The window of one layer, (-1, -1) where it sees everything: Megatron's own choice.
+
+    layer_number: 1-based, over all stages; `window_attn_skip_freq` names layers by it.
+    """
+    from megatron.core.transformer.utils import is_layer_window_attention
+
+    window = getattr(config, "window_size", None)
+    frequency = getattr(config, "window_attn_skip_freq", None)
+    if window is None or not is_layer_window_attention(window, frequency, layer_number):
+        return -1, -1
+    left, right = window
+    return left, right
 
 
 @cache
@@ -140,8 +158,8 @@ def plan_aware_core(base: type) -> type:
             super().__init__(own, *args, **kwargs)
             scale = kwargs.get("softmax_scale")
             self.mdcp_scale = scale if scale is not None else config.kv_channels**-0.5
-            window = getattr(config, "window_size", None)
-            self.mdcp_window = tuple(window) if window else (-1, -1)
+            number = kwargs["layer_number"] if "layer_number" in kwargs else args[0]
+            self.mdcp_window = layer_window(config, number)
 
         def forward(
             self,
@@ -240,7 +258,7 @@ def plan_aware_spec(spec: Any) -> Any:
     """A copy of a layer or block spec whose self-attentions follow the placement.
 
     spec: a ModuleSpec of a transformer layer, or TransformerBlockSubmodules. Raises AdapterError
-    when it holds no self-attention that can be followed.
+    when it holds no self-attention, or a layer that mixes tokens in another way.
     """
     out, found = _rewrite(spec)
     if not found:
@@ -269,7 +287,43 @@ def _rewrite(spec: Any) -> tuple[Any, int]:
     if hasattr(submodules, "layer_specs"):
         new, found = _rewrite(submodules)
         return dataclasses.replace(spec, submodules=new), found
+    mixer = getattr(inner, "module", inner)
+    if mixer is not None and getattr(mixer, "__name__", "") not in NO_MIXING:
+        raise AdapterError(_unfollowed(getattr(mixer, "__name__", repr(mixer)), "layer spec"))
     return spec, 0
+
+
+NO_MIXING = ("IdentityOp", "IdentityFuncOp")  # what stands where a layer has no attention
+
+
+def _unfollowed(found: str, where: str) -> str:
+    return (
+        f"Megatron: looked for a plan-aware self-attention in every layer of the {where}, found "
+        f"{found}; samples that share a microbatch would reach each other through it, and a sample "
+        "on several ranks would be cut. Run such a model without --mdcp"
+    )
+
+
+def check_followed(model: Any) -> None:
+    """Raise AdapterError when a model chunk mixes tokens in a way that knows no placement.
+
+    model: what the schedule is given, with its wrappers; its layers are those of `decoder`.
+    """
+    from megatron.core.utils import get_attr_wrapped_model
+
+    try:
+        owner = get_attr_wrapped_model(model, "decoder", return_model_obj=True)
+    except RuntimeError as error:
+        raise AdapterError(_unfollowed("no decoder", type(model).__name__)) from error
+    for layer in owner.decoder.layers:
+        mixer = type(getattr(layer, "self_attention", layer)).__name__
+        if not mixer.startswith("PlanAware") and mixer not in NO_MIXING:
+            raise AdapterError(_unfollowed(mixer, type(owner).__name__))
+    if getattr(owner, "position_embedding_type", None) == "mrope":
+        raise AdapterError(
+            "Megatron: position_embedding_type mrope was asked: its angles are made per token of "
+            "a row, the plan-aware attention takes them by position. Use rope or yarn"
+        )
 
 
 def _rewrite_attention(spec: Any) -> Any:

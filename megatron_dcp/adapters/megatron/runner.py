@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dcp.adapters.megatron.attention import check_followed
 from megatron_dcp.adapters.megatron.balance import KIND, balance_fault, follow_samples
 from megatron_dcp.adapters.megatron.collect import FieldSpec, Reader, StepData, collect
 from megatron_dcp.adapters.megatron.domain import Domain, build_domain
@@ -141,6 +142,7 @@ class MegatronDcp:
         configs = [get_model_config(chunk) for chunk in chunks]
         check_model(configs[0], self.megatron)
         for chunk in chunks:
+            check_followed(chunk)
             follow_samples(chunk)
         domain = build_domain()
         vocab = _vocab(chunks[0])
