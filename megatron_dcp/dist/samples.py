@@ -8,15 +8,15 @@ from torch import Tensor
 from megatron_dcp.dist.context import PlacementContext
 
 
-def sum_by_sample(rows: Tensor, ctx: PlacementContext) -> Tensor:
+def sum_by_sample(rows: Tensor, ctx: PlacementContext, start: int = 0) -> Tensor:
     """Sum of this rank's rows of each sample: rows [t or more, C] -> [samples, C].
 
-    Rows beyond the rank's tokens (fillers, padding) are left out. Differentiable; local.
+    start: which of the rank's rows comes first, for a slice of them. Rows beyond the rank's tokens
+    (fillers, padding) are left out. Differentiable; local.
     """
-    samples = [s.sample for s in ctx.shards.ranks[ctx.block_rank] for _ in range(s.stop - s.start)]
-    index = torch.tensor(samples, device=rows.device, dtype=torch.int64)
+    index = ctx.sample_index[: ctx.tokens][start : start + len(rows)]
     zero = rows.new_zeros(len(ctx.lengths), rows.shape[1])
-    return zero.index_add(0, index, rows[: len(samples)])
+    return zero.index_add(0, index, rows[: len(index)])
 
 
 def sum_over_block(x: Tensor, ctx: PlacementContext, purpose: str) -> Tensor:

@@ -38,6 +38,12 @@ SPEC = """\
 
         transformer_layer_spec = plan_aware_if_enabled(transformer_layer_spec)
 """
+RESUME = """\
+    if getattr(args, "mdcp", False):
+        from megatron_dcp.adapters.megatron.training import take_state
+
+        take_state(checkpoint_args)
+"""
 # (patch, file, [(pattern of the text to insert after, count, inserted lines)])
 PLACES = (
     ("flags", "megatron/training/arguments.py", [
@@ -46,6 +52,9 @@ PLACES = (
     ]),
     ("schedule", "megatron/training/training.py", [
         (r"^    forward_backward_func = get_forward_backward_func\((?:[^()]*)\)\n", 2, SCHEDULE),
+    ]),
+    ("resume", "megatron/training/checkpointing.py", [
+        (r'^def check_checkpoint_args\(.*\):\n\s+"{3}[^"]*"{3}\n.*get_args\(\)\n', 1, RESUME),
     ]),
     ("spec", "megatron/core/models/gpt/gpt_model.py", [
         (r"(?=^        self\.transformer_layer_spec: ModuleSpec = )", 1, SPEC),

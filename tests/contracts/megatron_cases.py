@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_dcp.adapters.megatron import standins
 from megatron_dcp.config import MegatronConfig, PlannerConfig
 from megatron_dcp.errors import MdcpError
-from tests.contracts import megatron_data
+from tests.contracts import megatron_data, megatron_experts
 from tests.contracts.megatron_plans import register_mix
 
 VOCAB = 96
@@ -31,10 +31,14 @@ LONGEST = 48
 SAMPLES = 8
 
 
-def sample(step: int, index: int) -> dict[str, Tensor]:
-    """One sample of the step as a data set gives it: tensors [1, L]; lengths vary, some are 1."""
+def sample(step: int, index: int, multiple: int = 1) -> dict[str, Tensor]:
+    """One sample of the step as a data set gives it: tensors [1, L]; lengths vary, some are 1.
+
+    multiple: of what lengths are rounded up to, for the static run's sequence parallelism.
+    """
     rng = random.Random(7919 * step + index)
     length = min(LONGEST, max(1, int(math.exp(rng.gauss(2.6, 0.9)))))
+    length = -(-length // multiple) * multiple
     generator = torch.Generator().manual_seed(104729 * step + index)
     tokens = torch.randint(0, VOCAB, (1, length + 1), generator=generator)
     weights = (torch.rand(1, length, generator=generator) > 0.2).float()
@@ -116,6 +120,7 @@ def _build(case: dict[str, Any], planned: bool) -> tuple[list[Any], Any, Any]:
             "virtual_pipeline_model_parallel_size": case["vp"],
             "expert_model_parallel_size": case["ep"],
             "context_parallel_size": case["cp"] if planned else 1,
+            "expert_tensor_parallel_size": case.get("etp"),
             "overlap_p2p_comm": overlap,
             "batch_p2p_comm": not overlap,
         }
@@ -124,6 +129,8 @@ def _build(case: dict[str, Any], planned: bool) -> tuple[list[Any], Any, Any]:
     if case.get("mixer"):  # another module where the self-attention was
         mixer = import_module("megatron.core.ssm.gated_delta_net").GatedDeltaNet
         spec.submodules.self_attention = ModuleSpec(module=mixer)
+    if config.sequence_parallel:
+        spec = megatron_experts.sequence_parallel_spec(spec, config.num_layers)
     if planned and not case.get("plain"):
         spec = plan_aware_spec(spec)
     distributed = bool(case.get("distributed"))
@@ -212,7 +219,8 @@ def _rows(
 
 def _items(case: dict[str, Any], step: int, replica: int, count: int) -> list[Any]:
     """The items of one data-parallel rank; `fault` spoils those of the last one."""
-    items: list[Any] = [sample(step, replica * count + i) for i in range(count)]
+    multiple = case["tp"] if case.get("model", {}).get("sequence_parallel") else 1
+    items: list[Any] = [sample(step, replica * count + i, multiple) for i in range(count)]
     fault = case.get("fault") if replica == 1 else None
     if fault == "fraction":
         items[0]["loss_mask"] = items[0]["loss_mask"] * 0.5
@@ -223,7 +231,10 @@ def _items(case: dict[str, Any], step: int, replica: int, count: int) -> list[An
     return items
 
 
-def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
+def _train(
+    case: dict[str, Any], planned: bool, state: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train up to the case's number of steps, from the start or from the state of another run."""
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -246,6 +257,11 @@ def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
         if "data" in case:
             dcp.reader = megatron_data.splitter(case["data"]).samples
         schedule = dcp.wrap(schedule)
+    if state is not None:
+        megatron_experts.restore(state, chunks, optimizer, dcp)
+    lagged = None
+    if not planned and megatron_experts.uses_global_loss(case):
+        lagged = megatron_experts.LaggedLoss(chunks)
     # Without CP ranks the static run spreads the samples over all data ranks.
     with_cp = not planned
     replicas = ps.get_data_parallel_world_size(with_context_parallel=with_cp)
@@ -254,7 +270,7 @@ def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
     files = _files(case)
     losses, norms, sizes = [], [], []
     degrees: set[int] = set()
-    for step in range(case["steps"]):
+    for step in range(0 if state is None else state["mdcp"]["steps"], case["steps"]):
         for chunk in chunks:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
@@ -274,6 +290,8 @@ def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
             micro_batch_size=1,
             forward_only=False,
         )
+        if lagged is not None:
+            lagged.end()
         _, norm, _ = optimizer.step()
         losses.append(_mean_loss(reports))
         norms.append(float(norm))
@@ -286,6 +304,8 @@ def _train(case: dict[str, Any], planned: bool) -> dict[str, Any]:
         result["digests"] = dcp.digests
         result["all_degrees"] = sorted(degrees)
         result["communicators"] = dcp.communicators
+        if case.get("keep"):
+            result["state"] = megatron_experts.keep(chunks, optimizer, dcp)
     return result
 
 
@@ -314,6 +334,7 @@ def _grid(case: dict[str, Any]) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": case["vp"],
         "expert_model_parallel_size": case["ep"],
         "context_parallel_size": case["cp"],
+        "expert_tensor_parallel_size": case.get("etp"),
     }
 
 

@@ -35,6 +35,16 @@ FULL = {
 BALANCED = {
     **EXPERTS, "moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "seq_aux_loss",
 }  # fmt: skip
+GLOBAL = {**BALANCED, "moe_router_load_balancing_type": "global_aux_loss"}
+# Two losses at once, and what looks at whole microbatches besides.
+SIGMOID = {
+    **EXPERTS, "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True,
+    "moe_router_bias_update_rate": 0.02, "moe_z_loss_coeff": 0.05,
+}  # fmt: skip
+# Experts are spread over tensor and data ranks: gloo has no gather of the unequal parts that an
+# expert cut over tensor ranks needs.
+SPREAD = {"tp": 2, "ep": 4, "etp": 1}
+SLICES = {"sequence_parallel": True}
 FOUR_LAYERS = {"num_layers": 4}
 
 # name -> (ranks, case, tolerances)
@@ -45,12 +55,24 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[float, float]]] = {
     "pp2-dp2": (4, {"pp": 2}, FP32),
     "pp4": (4, {"pp": 4, "model": FOUR_LAYERS}, FP32),
     "interleaved-pp2-dp2": (4, {"pp": 2, "vp": 2, "model": FOUR_LAYERS}, FP32),
+    "interleaved-pp4-default-p2p": (
+        4,
+        {"pp": 4, "vp": 2, "default_p2p": True, "model": {"num_layers": 8}},
+        FP32,
+    ),
     "cp2-dp2": (4, {"cp": 2}, FP32),
     "distributed-optimizer-overlap": (4, {"distributed": True}, FP32),
     "moe-ep2": (2, {"ep": 2, "model": EXPERTS}, FP32),
     "moe-ep2-dp4": (4, {"ep": 2, "model": EXPERTS}, FP32),
     "moe-sequence-loss": (2, {"ep": 2, "model": BALANCED}, FP32),
     "moe-sequence-loss-recompute": (4, {"pp": 2, "model": {**BALANCED, **FULL}}, FP32),
+    "moe-sequence-loss-tp2": (4, {**SPREAD, "model": {**BALANCED, **SLICES}}, FP32),
+    "moe-global-loss": (2, {"ep": 2, "model": GLOBAL}, FP32),
+    "moe-global-loss-packed": (2, {"ep": 2, "model": GLOBAL, "strategy": "packed:2"}, FP32),
+    "moe-global-loss-pp2": (4, {"pp": 2, "model": {**GLOBAL, **FULL}}, FP32),
+    "moe-global-loss-tp2": (4, {**SPREAD, "model": {**GLOBAL, **SLICES}}, FP32),
+    "moe-expert-bias-z-loss": (2, {"ep": 2, "model": SIGMOID}, FP32),
+    "moe-expert-bias-z-loss-tp2": (4, {**SPREAD, "model": {**SIGMOID, **SLICES}}, FP32),
     "recompute-full": (
         2,
         {"model": FULL},
@@ -70,13 +92,20 @@ CASES: dict[str, tuple[int, dict[str, Any], tuple[float, float]]] = {
 OWN_CASES = (
     "dp2", "dp4", "tp2-dp2", "pp2-dp2", "interleaved-pp2-dp2", "cp2-dp2",
     "distributed-optimizer-overlap", "moe-ep2", "moe-sequence-loss", "recompute-full", "bf16",
+    "moe-sequence-loss-tp2", "moe-global-loss", "moe-global-loss-pp2", "moe-global-loss-tp2",
+    "moe-expert-bias-z-loss", "moe-expert-bias-z-loss-tp2",
 )  # fmt: skip
 # Variations of a case that runs anyway, and what the other version runs.
 NIGHTLY = (
     "pp4", "recompute-selective", "learned-positions", "packed-strategy", "moe-ep2",
-    "moe-sequence-loss-recompute",
+    "moe-sequence-loss-recompute", "moe-global-loss-packed", "moe-global-loss-tp2",
+    "moe-expert-bias-z-loss-tp2", "interleaved-pp4-default-p2p",
 )  # fmt: skip
-OWN_NIGHTLY = ("dp2", "tp2-dp2", "pp2-dp2", "recompute-full", "moe-ep2")
+OWN_NIGHTLY = (
+    "dp2", "tp2-dp2", "pp2-dp2", "recompute-full", "moe-ep2", "moe-global-loss",
+    "moe-global-loss-pp2", "moe-global-loss-tp2", "moe-expert-bias-z-loss",
+    "moe-expert-bias-z-loss-tp2",
+)  # fmt: skip
 
 
 def _marked(names: Iterable[str], nightly: tuple[str, ...]) -> list[Any]:
@@ -123,17 +152,13 @@ def test_planned_equals_static_on_the_newer_core(own_megatron_pool: WorkerPool, 
         ({"model": {"calculate_per_token_loss": False}}, "calculate_per_token_loss"),
         ({"model": {**EXPERTS, "moe_aux_loss_coeff": 0.1}}, "moe_router_load_balancing_type"),
         (
-            {"model": {**BALANCED, "moe_router_load_balancing_type": "global_aux_loss"}},
-            "moe_router_load_balancing_type global_aux_loss",
-        ),
-        ({"tp": 2, "model": BALANCED}, "seq_aux_loss with tensor parallelism"),
-        ({"model": {**EXPERTS, "moe_expert_capacity_factor": 1.0}}, "capacity_factor"),
-        ({"model": {**EXPERTS, "moe_z_loss_coeff": 0.1}}, "moe_z_loss_coeff"),
-        (
             {"ep": 2, "model": {**EXPERTS, "moe_token_dispatcher_type": "allgather"}},
             "alltoall or flex",
         ),
-        ({"pp": 2, "vp": 2, "default_p2p": True, "model": FOUR_LAYERS}, "batch_p2p_comm=False"),
+        (
+            {"pp": 2, "vp": 2, "default_p2p": True, "model": FOUR_LAYERS},
+            "interleaved pipeline of two stages",
+        ),
         ({"model": {"qk_clip": True}}, "qk_clip (the largest logit is not kept)"),
         ({"mixer": True}, "in every layer of the layer spec, found GatedDeltaNet"),
         ({"plain": True}, "in every layer of the GPTModel, found SelfAttention"),
@@ -156,6 +181,64 @@ def test_refused_on_every_rank_before_the_first_step(
         assert text in result["error"]
         assert result["kind"] in ("AdapterError", "PlanError", "ConfigError")
         assert result["steps"] == 0
+
+
+# Settings of a mixture of experts -> what their refusal names; allowed by the named option.
+PLAN_DEPENDENT = [
+    ({"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn (routes by the whole microbatch)"),
+    (
+        {"moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"],
+         "moe_aux_loss_coeff": [0.1, 0.1]},
+        "moe_router_load_balancing_type aux_loss",
+    ),
+    ({"moe_expert_capacity_factor": 1.0}, "moe_expert_capacity_factor"),
+    ({"moe_input_jitter_eps": 0.1}, "moe_input_jitter_eps"),
+    ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing"),
+    ({"moe_enable_routing_replay": True}, "moe_enable_routing_replay"),
+]  # fmt: skip
+NEWER = [
+    ({"moe_router_load_balancing_type": "quantile_balancing"}, "quantile_balancing"),
+    ({"moe_router_force_biased": 0.1}, "moe_router_force_biased"),
+]
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_plan_dependent_experts_are_refused_by_name(
+    megatron_pool: WorkerPool, own_megatron_pool: WorkerPool, newer: bool
+) -> None:
+    pool = own_megatron_pool if newer else megatron_pool
+    cases = PLAN_DEPENDENT + (NEWER if newer else [])
+    settings = [{**EXPERTS, **changes} for changes, _ in cases]
+    target = "tests.contracts.megatron_experts:refusals"
+    refused = pool.run(1, target, settings=settings)[0]
+    for (_, text), error in zip(cases, refused, strict=True):
+        assert text in error
+        assert "--mdcp-allow-plan-dependent" in error
+    assert pool.run(1, target, settings=settings, allowed=True)[0] == [""] * len(cases)
+
+
+def test_a_router_that_is_recomputed_alone_cannot_follow_the_plan(
+    megatron_pool: WorkerPool,
+) -> None:
+    alone = {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]}
+    settings = [{**m, **alone} for m in (BALANCED, GLOBAL, SIGMOID, EXPERTS)]
+    target = "tests.contracts.megatron_experts:refusals"
+    *followed, plain = megatron_pool.run(1, target, settings=settings, allowed=True)[0]
+    names = ("seq_aux_loss", "global_aux_loss", "moe_z_loss_coeff")
+    for name, error in zip(names, followed, strict=True):
+        assert f"{name} with recompute_modules moe" in error
+    assert plain == ""
+
+
+def test_a_resume_continues_with_the_expert_frequencies(megatron_pool: WorkerPool) -> None:
+    """Through `state_dict` of a loop of its own; without the counts the steps are others."""
+    target = "tests.contracts.megatron_experts:resume"
+    for result in megatron_pool.run(2, target, ep=2, model=GLOBAL):
+        whole, rest, without = result["whole"], result["rest"], result["without"]
+        assert rest["digests"] == whole["digests"][3:]
+        assert result["first"]["losses"] + rest["losses"] == whole["losses"]
+        assert result["first"]["norms"] + rest["norms"] == whole["norms"]
+        assert _difference(whole["norms"][3:], without["norms"]) > 1e-3
 
 
 def test_a_window_of_two_microbatches_fits_where_one_and_a_half_do_not(

@@ -6,11 +6,9 @@ that has the sample alone in a microbatch, weighted by its tokens:
 
     coefficient * E / (k * T^2) * sum_e count_e * sum_t p_te,  times T (the step divides by tokens)
 
-Counts are summed over the block; each rank keeps the probabilities of its own tokens, so that the
-gradients of the block's ranks add up. The loss of a sample sees its real tokens, no padding.
-
-The router is not told the microbatch. It learns it from the attention of its own layer, which runs
-before it, in a recomputation too.
+Counts are summed over the block and the tensor ranks; each rank keeps the probabilities of its own
+tokens, so that the gradients of all of them add up. The loss of a sample sees its real tokens, no
+padding.
 """
 
 from __future__ import annotations
@@ -18,22 +16,35 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dcp.adapters.megatron.patchset import signature_fault
-from megatron_dcp.dist import PlacementContext, sum_by_sample, sum_over_block
-from megatron_dcp.errors import AdapterError
+from megatron_dcp.adapters.megatron.routers import StandIn
+from megatron_dcp.adapters.megatron.versions import installed_version
+from megatron_dcp.dist import sum_by_sample, sum_over_block
 
-KIND = "seq_aux_loss"
-_ARGUMENTS = ("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz")
+SEQUENCE = "seq_aux_loss"
 
 
-class SampleBalance:
-    """Stands in for `TopKRouter._apply_seq_aux_loss` of one layer."""
+def version_share(router: Any) -> float:
+    """The weight of a balance loss whose tokens lie on several ranks of the TP x CP group.
+
+    Up to 0.18 Megatron multiplies it by the tokens of one rank, from 0.19 on by those of all.
+    """
+    major, minor = installed_version().split(".")[:2]
+    return 1.0 if (int(major), int(minor)) >= (0, 19) else 1.0 / float(router.tp_cp_group.size())
+
+
+class SampleBalance(StandIn):
+    """The sequence-level loss of every sample of the microbatch."""
+
+    kind = SEQUENCE
+    method = "_apply_seq_aux_loss"
+    parameters = ("probs", "scores_for_aux_loss", "routing_map", "seq_length", "bsz")
 
     def __init__(self, router: Any, attention: Any) -> None:
-        self.router, self.attention = router, attention
-        self.stock = router._apply_seq_aux_loss
+        super().__init__(router, attention)
+        self.share = version_share(router)
 
     def __call__(
         self,
@@ -44,7 +55,7 @@ class SampleBalance:
         bsz: int,
         **kwargs: Any,
     ) -> Tensor:
-        ctx: PlacementContext | None = self.attention.mdcp_placement
+        ctx = self.placement
         if ctx is None:
             out: Tensor = self.stock(
                 probs, scores_for_aux_loss, routing_map, seq_length, bsz, **kwargs
@@ -55,53 +66,16 @@ class SampleBalance:
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         router = self.router
-        coefficient = float(router.get_aux_loss_coeff(KIND))
-        counts = sum_by_sample(routing_map.float(), ctx).detach()
+        coefficient = float(router.get_aux_loss_coeff(SEQUENCE))
+        start = self.first_row(len(probs))
+        counts = sum_by_sample(routing_map.float(), ctx, start).detach()
         counts = sum_over_block(counts, ctx, "moe")
-        sums = sum_by_sample(scores_for_aux_loss.float(), ctx)
+        if router.tp_group.size() > 1:
+            dist.all_reduce(counts, group=router.tp_group)
+        sums = sum_by_sample(scores_for_aux_loss.float(), ctx, start)
         tokens = torch.tensor(ctx.lengths, device=probs.device, dtype=torch.float32)
         each = (counts * sums).sum(1) / tokens  # times T, divided by T^2
         scale = coefficient * float(router.config.num_moe_experts) / router.topk
-        probs = MoEAuxLossAutoScaler.apply(probs, scale * each.sum())
-        # Only the log: no token counts, so no gradient.
-        shown: Tensor = router.attach_and_log_load_balancing_loss(
-            probs,
-            coefficient,
-            (scale * each / tokens).sum().detach(),
-            "seq_load_balancing_loss",
-            router.tp_cp_group,
-            valid_token_count=0,
-        )
-        return shown
-
-
-def follow_samples(chunk: Any) -> int:
-    """Give every router of a model chunk whose sequence-level loss is on the loss per sample.
-
-    Returns how many there are. Raises AdapterError where the router is not as it was tested.
-    """
-    found = 0
-    for layer in chunk.modules():
-        router = getattr(getattr(layer, "mlp", None), "router", None)
-        attention = getattr(layer, "self_attention", None)
-        if router is None or attention is None or not router.get_aux_loss_coeff(KIND):
-            continue
-        fault = signature_fault(router._apply_seq_aux_loss, _ARGUMENTS)
-        if fault or not hasattr(attention, "mdcp_placement"):
-            raise AdapterError(
-                f"Megatron: {KIND} per sample: "
-                + (fault or "looked for a plan-aware self-attention beside the router")
-                + ". Set --moe-aux-loss-coeff 0 or use a tested version"
-            )
-        router._apply_seq_aux_loss = SampleBalance(router, attention)
-        found += 1
-    return found
-
-
-def balance_fault(config: Any) -> str | None:
-    """Why the loss per sample cannot be taken with a configuration, or None."""
-    if config.tensor_model_parallel_size > 1:
-        return f"moe_router_load_balancing_type {KIND} with tensor parallelism"
-    if "moe" in (getattr(config, "recompute_modules", None) or []):
-        return f"moe_router_load_balancing_type {KIND} with recompute_modules moe"
-    return None
+        probs = MoEAuxLossAutoScaler.apply(probs, self.share * scale * each.sum())
+        shown = (scale * each / tokens).sum()
+        return self.log(probs, coefficient, shown, "seq_load_balancing_loss")

@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcp.adapters.megatron.attention import check_followed
-from megatron_dcp.adapters.megatron.balance import KIND, balance_fault, follow_samples
+from megatron_dcp.adapters.megatron.checks import check_model
 from megatron_dcp.adapters.megatron.collect import FieldSpec, Reader, StepData, collect
 from megatron_dcp.adapters.megatron.domain import Domain, build_domain
+from megatron_dcp.adapters.megatron.experts import follow_experts, uses_global_loss
+from megatron_dcp.adapters.megatron.frequencies import ExpertFrequencies
 from megatron_dcp.adapters.megatron.microbatch import (
     LossFunc,
     Microbatch,
@@ -59,6 +61,7 @@ class MegatronDcp:
     reader: item of the data iterator -> samples (default: `Splitter()`, one sample per row).
     forward_step: (iterator of Microbatch, model) -> (output, loss function); default GPT's.
     step_of: current optimizer step, for the plan's `step`; default counts the calls that train.
+    Give it where a step may run again. after_step: gets `state_dict()` after each call that trains.
     """
 
     planner: PlannerConfig = field(default_factory=PlannerConfig)
@@ -66,6 +69,7 @@ class MegatronDcp:
     reader: Reader = field(default_factory=lambda: Splitter().samples)
     forward_step: Callable[[Iterator[Microbatch], Any], Any] | None = None
     step_of: Callable[[], int] | None = None
+    after_step: Callable[[dict[str, Any]], None] | None = None
     last_plan: StepPlan | None = None
     digests: list[str] = field(default_factory=list)
     _domain: Domain | None = None
@@ -73,6 +77,7 @@ class MegatronDcp:
     _recompute: list[Recompute] = field(default_factory=list)
     _steps: int = 0
     _placement: Placement | None = None  # of the forward that began last
+    _frequencies: ExpertFrequencies = field(default_factory=ExpertFrequencies)
 
     def wrap(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's schedule function under the plan; same keyword arguments, same result."""
@@ -104,10 +109,13 @@ class MegatronDcp:
             self._prepare(chunks)
             gather_parameters(chunks)
             microbatches = self._plan_step(data_iterator, num_microbatches, forward_only)
+            if not forward_only:
+                assert self.last_plan is not None
+                self._frequencies.begin(self.last_plan, num_microbatches)
             step = self._forward_step(loss_of(forward_step_func), chunks)
             many = len(chunks) > 1
             try:
-                return forward_backward(
+                out = forward_backward(
                     forward_step_func=step,
                     data_iterator=[iter(microbatches) for _ in chunks]
                     if many
@@ -124,6 +132,11 @@ class MegatronDcp:
             finally:
                 for settings in self._recompute:
                     settings.restore()
+            if not forward_only:
+                self._frequencies.end()
+                if self.after_step is not None:
+                    self.after_step(self.state_dict())
+            return out
 
         planned.mdcp_planned = True  # type: ignore[attr-defined]
         return planned
@@ -143,8 +156,10 @@ class MegatronDcp:
         check_model(configs[0], self.megatron)
         for chunk in chunks:
             check_followed(chunk)
-            follow_samples(chunk)
+            follow_experts(chunk, self._frequencies)
         domain = build_domain()
+        if uses_global_loss(configs[0]):
+            self._frequencies.prepare(configs[0], domain.world.device)
         vocab = _vocab(chunks[0])
         self._profile = model_profile(
             configs[0], vocab, domain.topology, self.planner, self.megatron
@@ -285,12 +300,17 @@ class MegatronDcp:
         """Process groups that this package made on this rank."""
         return 0 if self._domain is None else self._domain.world.communicators
 
-    def state_dict(self) -> dict[str, int]:
-        """What a loop of its own must put into its checkpoint for the same plans after a resume."""
-        return {"steps": self._steps}
+    def state_dict(self) -> dict[str, Any]:
+        """What a loop of its own must put into its checkpoint for the same steps after a resume.
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+        Numbers and lists, the same on every process.
+        """
+        return {"steps": self._steps, "expert_counts": self._frequencies.last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a checkpoint, before the first step."""
         self._steps = int(state["steps"])
+        self._frequencies.last = state.get("expert_counts")
 
 
 def _empty_shard(
@@ -376,63 +396,3 @@ def _vocab(chunk: Any) -> int:
     from megatron.core.utils import get_attr_wrapped_model
 
     return int(get_attr_wrapped_model(chunk, "vocab_size"))
-
-
-def check_model(config: Any, options: MegatronConfig) -> None:
-    """Model settings under which gradients would depend on the plan. Raises AdapterError."""
-    if not config.calculate_per_token_loss:
-        raise AdapterError(
-            "Megatron: looked for calculate_per_token_loss, found False: the mean over "
-            "microbatches depends on the plan. Pass --calculate-per-token-loss"
-        )
-    if config.hidden_dropout and not options.allow_plan_dependent:
-        raise AdapterError(
-            f"hidden_dropout is {config.hidden_dropout}: Megatron draws it per rank, so its "
-            "pattern depends on the plan. Pass --hidden-dropout 0 or --mdcp-allow-plan-dependent"
-        )
-    _check_experts(config, options)
-    pipelined = config.pipeline_model_parallel_size > 1
-    if (
-        pipelined
-        and config.virtual_pipeline_model_parallel_size
-        and (not config.overlap_p2p_comm or config.batch_p2p_comm)
-    ):
-        raise AdapterError(
-            "interleaved pipeline: looked for overlap_p2p_comm=True and batch_p2p_comm=False, "
-            f"found {config.overlap_p2p_comm} and {config.batch_p2p_comm}; the default of the "
-            "core gives wrong numbers"
-        )
-
-
-def _check_experts(config: Any, options: MegatronConfig) -> None:
-    """A mixture of experts must not depend on what shares a microbatch."""
-    if not getattr(config, "num_moe_experts", None):
-        return
-    if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":
-        raise AdapterError(
-            "mixture of experts: looked for moe_token_dispatcher_type alltoall or flex, found "
-            "allgather, which needs equal token counts. Pass --moe-token-dispatcher-type alltoall"
-        )
-    faults = []
-    kinds = config.moe_router_load_balancing_type
-    coefficients = config.moe_aux_loss_coeff
-    kinds = kinds if isinstance(kinds, list) else [kinds]
-    coefficients = coefficients if isinstance(coefficients, list) else [coefficients]
-    for kind, coefficient in zip(kinds, coefficients * len(kinds), strict=False):
-        if coefficient and kind == KIND:
-            if fault := balance_fault(config):
-                faults.append(fault)
-        elif coefficient and kind != "none":
-            # `aux_loss` is of what shares a microbatch; `global_aux_loss` averages over the
-            # microbatches that have run before.
-            faults.append(f"moe_router_load_balancing_type {kind} (use {KIND}, or coefficient 0)")
-    if getattr(config, "moe_expert_capacity_factor", None) is not None:
-        faults.append("moe_expert_capacity_factor (drops tokens; use dropless routing)")
-    if getattr(config, "moe_z_loss_coeff", None):
-        faults.append("moe_z_loss_coeff (a mean over the microbatch)")
-    if faults and not options.allow_plan_dependent:
-        raise AdapterError(
-            "mixture of experts whose gradients depend on what shares a microbatch: "
-            + "; ".join(faults)
-            + ". Change this or pass --mdcp-allow-plan-dependent"
-        )

@@ -1,8 +1,9 @@
 """`megatron.training` under a plan: the patches that `mdcp launch` applies before the script runs.
 
-Three names are replaced, all looked up by Megatron at call time: the argument parser's builder (our
-flags), the argument check (refusals, before anything is built) and `get_forward_backward_func` in
-the training module (the planned schedule). GPTModel gets a plan-aware layer spec. Without `--mdcp`
+Four names are replaced, all looked up by Megatron at call time: the argument parser's builder (our
+flags), the argument check (refusals, before anything is built), `get_forward_backward_func` in the
+training module (the planned schedule) and the check of a checkpoint's arguments (what a resume
+needs travels among them). GPTModel gets a plan-aware layer spec. Without `--mdcp`
 on the command line every replacement does what the original does.
 """
 
@@ -18,6 +19,8 @@ from megatron_dcp.adapters.megatron.flags import add_flags, read_flags, refuse_c
 from megatron_dcp.adapters.megatron.patchset import Patch, PatchSet
 from megatron_dcp.adapters.megatron.versions import require_tested
 from megatron_dcp.errors import AdapterError, ConfigError
+
+STATE = "mdcp_state"  # attribute of Megatron's arguments, which every checkpoint holds
 
 _runner: Any = None
 
@@ -132,7 +135,11 @@ def runner() -> Any:
             reader=_splitter(args).samples,
             forward_step=_named_function(megatron.forward_step),
             step_of=lambda: int(getattr(args, "curr_iteration", 0) or 0),
+            after_step=lambda state: setattr(args, STATE, state),
         )
+        state = getattr(args, STATE, None)
+        if state is not None:
+            _runner.load_state_dict(state)
     return _runner
 
 
@@ -161,6 +168,24 @@ def _wrap_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
         return runner().wrap(schedule) if _enabled() else schedule
 
     return get_forward_backward_func
+
+
+def take_state(checkpoint_args: Any) -> None:
+    """What a resume needs, from the arguments of a checkpoint; without --mdcp it has none."""
+    state = getattr(checkpoint_args, STATE, None)
+    if state is not None:
+        setattr(_args(), STATE, state)
+
+
+def _wrap_loaded(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def check_checkpoint_args(checkpoint_args: Any, *more: Any, **kwargs: Any) -> Any:
+        out = original(checkpoint_args, *more, **kwargs)
+        if _enabled():
+            take_state(checkpoint_args)
+        return out
+
+    return check_checkpoint_args
 
 
 def plan_aware_if_enabled(spec: Any) -> Any:
@@ -227,6 +252,13 @@ def patch_set() -> PatchSet:
                     "collect_non_loss_data",
                 ),
                 make=lambda original: original,
+            ),
+            Patch(
+                name="resume",
+                target="megatron.training.checkpointing:check_checkpoint_args",
+                reason="takes the plan's state from the arguments that a checkpoint holds",
+                parameters=("checkpoint_args",),
+                make=_wrap_loaded,
             ),
             Patch(
                 name="layer-spec",
