@@ -148,7 +148,8 @@ def test_resume_gives_the_same_plans_and_losses(
     rest = run(own_megatron_pool, 2, arguments(*same, *folder, *load, train_iters="6"))
     for before, after in zip(whole, rest, strict=True):
         assert before["digests"][3:] == after["digests"]
-        assert relative(before["losses"][3:], after["losses"]) <= 2e-6
+        if before["losses"][0] is not None:  # the last stage has them
+            assert relative(before["losses"][3:], after["losses"]) <= 2e-6
         assert relative(before["norms"][3:], after["norms"]) <= 1e-4
 
 
