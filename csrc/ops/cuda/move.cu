@@ -6,7 +6,6 @@ namespace mdcp::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMaxBlocks = 1 << 16;  // further rows by striding
 
 template <int BYTES>
 struct Vector {
@@ -67,7 +66,7 @@ int lanes_for(int64_t items) {
 
 int64_t blocks_for(int64_t rows, int lanes) {
   const int64_t blocks = (rows * lanes + kThreads - 1) / kThreads;
-  return blocks < kMaxBlocks ? blocks : kMaxBlocks;
+  return blocks < kMostBlocks ? blocks : kMostBlocks;
 }
 
 // This thread's group among all groups of `lanes`, and how many there are.

@@ -7,11 +7,10 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int64_t kMaxBlocks = 1 << 16;
 
 int64_t blocks_for(int64_t items, int64_t per_block) {
   const int64_t blocks = (items + per_block - 1) / per_block;
-  return blocks < kMaxBlocks ? blocks : kMaxBlocks;
+  return blocks < kMostBlocks ? blocks : kMostBlocks;
 }
 
 template <class T>

@@ -34,6 +34,7 @@ using bf16 = __nv_bfloat16;
 using fp16 = __half;
 
 constexpr int kWarp = 32;
+constexpr int64_t kMostBlocks = 1 << 16;  // of a grid over rows; further rows by striding
 
 MDCP_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 // Read again at each call: what is computed from it stays in no register between calls.

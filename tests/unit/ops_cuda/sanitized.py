@@ -1,8 +1,8 @@
 """Runs in a process of its own, under a sanitizer: `sanitized.py LIBRARY MODE [SITE]`.
 
 MODE `attention`: small cases of every attention kernel, checked against float64; `memory`: a case
-of every memory-bound kernel; `fault:NAME`: one kernel of faults.cu; `races`: attention cases of few
-accesses, with the synchronisation at SITE left out where one is given. The sanitizer ends the
+of every memory-bound kernel; `fault:NAME`: one kernel of faults.cu; `races`: cases of few accesses,
+with the synchronisation at SITE left out where one is given. The sanitizer ends the
 process where a kernel errs; else it prints `finished`.
 """
 
@@ -22,6 +22,7 @@ CASES = [("bf16", 64, (2, 1), 0), ("fp16", 128, (1, 1), 0), ("bf16", 256, (1, 1)
 # Several steps in one tile and several tiles in one block, in as few accesses as possible.
 RACE_SEGMENTS = [[0, 80, 0, 80, 0, -1]] + [[80 + 2 * i, 2, 80, 2, 0, -1] for i in range(6)]
 RACE_CASES = [("bf16", 64, (1, 1), 0), ("fp32", 8, (1, 1), 1)]
+RACE_TOKENS = 5  # of a vocabulary of 3; the shim has 3 blocks, so that two take another token
 
 
 def run(shim: Shim, dtype, dim, heads, scalar, segments=SEGMENTS) -> float:
@@ -63,6 +64,14 @@ def run_memory_ops(shim: Shim) -> None:
             cases.test_cross_entropy_and_its_gradient(shim, dtype, 3001)
 
 
+def run_memory_races(shim: Shim) -> None:
+    """The memory-bound kernels that synchronise, with several rounds in a block."""
+    import test_shim_memory_ops as cases
+
+    cases.test_zigzag_of_more_samples_than_threads(shim)
+    cases.check_cross_entropy(shim, "fp32", 3, RACE_TOKENS)
+
+
 def main() -> None:
     shim = Shim(Path(sys.argv[1]))
     mode = sys.argv[2]
@@ -79,11 +88,17 @@ def main() -> None:
     elif mode == "races":
         site = sys.argv[3] if len(sys.argv) > 3 else ""
         shim.configure("random", "late", seed=2, skip=site)
+        memory = site.startswith(("move", "rowwise"))
         for case in RACE_CASES:
-            if not site.startswith("attention") or case[3] == ("scalar" in site):
+            if not memory and (not site.startswith("attention") or case[3] == ("scalar" in site)):
                 worst = run(shim, *case, segments=RACE_SEGMENTS)
                 if not worst < 3e-2:
                     raise SystemExit(f"wrong result: {case} is off by {worst}")
+        if memory or not site:
+            try:
+                run_memory_races(shim)
+            except AssertionError as error:
+                raise SystemExit(f"wrong result: {error}") from error
     print("finished")
 
 

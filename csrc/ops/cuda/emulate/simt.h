@@ -32,6 +32,7 @@ struct fp16 {
 };
 
 constexpr int kWarp = 32;
+constexpr int64_t kMostBlocks = 3;  // few, so that small shapes make blocks stride
 
 namespace emulate {
 
