@@ -1,4 +1,4 @@
-"""Model settings under which gradients would depend on the plan."""
+"""Model settings that cannot run under a plan, or whose gradients would depend on it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,16 @@ from megatron_dcp.config import MegatronConfig
 from megatron_dcp.errors import AdapterError
 
 
+# Settings of TransformerConfig that want microbatches of one shape, and why.
+FIXED_SHAPES = (
+    ("fp8", "its kernels want rows in multiples of 16 and scale by what shares a microbatch"),
+    ("fp4", "its kernels want rows in multiples of 16 and scale by what shares a microbatch"),
+    ("tp_comm_overlap", "its buffers are made for one sequence length"),
+)
+
+
 def check_model(config: Any, options: MegatronConfig) -> None:
-    """Model settings under which gradients would depend on the plan. Raises AdapterError."""
+    """Raise AdapterError for the first setting that a plan cannot follow."""
     if not config.calculate_per_token_loss:
         raise AdapterError(
             "Megatron: looked for calculate_per_token_loss, found False: the mean over "
@@ -21,6 +29,12 @@ def check_model(config: Any, options: MegatronConfig) -> None:
             f"hidden_dropout is {config.hidden_dropout}: Megatron draws it per rank, so its "
             "pattern depends on the plan. Pass --hidden-dropout 0 or --mdcp-allow-plan-dependent"
         )
+    for name, why in FIXED_SHAPES:
+        if getattr(config, name, None):
+            raise AdapterError(
+                f"Megatron model: {name} is {getattr(config, name)!r} and does not run under a "
+                f"plan: {why}. Switch it off or run without --mdcp"
+            )
     check_experts(config, options)
     two_stages = config.pipeline_model_parallel_size == 2
     if two_stages and config.virtual_pipeline_model_parallel_size and not config.overlap_p2p_comm:
