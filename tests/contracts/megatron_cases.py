@@ -372,8 +372,11 @@ def budget_for(microbatches: float) -> float:
     return (profile.static_bytes + longest * token) / 1e9
 
 
-def replay() -> dict[str, Any]:
-    """One step, the iterator rewound as Megatron's rerun machine does it, and the step again."""
+def replay(**case: Any) -> dict[str, Any]:
+    """One step, the iterator rewound as Megatron's rerun machine does it, and the step again.
+
+    The step follows one that routed unevenly, for losses that depend on it.
+    """
     standins.install(training=False)
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -386,17 +389,21 @@ def replay() -> dict[str, Any]:
 
     from megatron_dcp.adapters.megatron.runner import MegatronDcp
 
-    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1}
+    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, **case}
     ps.initialize_model_parallel()
     initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
     try:
         chunks, _, _ = _build(case, planned=True)
-        dcp = MegatronDcp(planner=PlannerConfig(strategy=register_mix()), step_of=lambda: 0)
+        losses: list[float] = []
+        dcp = MegatronDcp(
+            planner=PlannerConfig(strategy=register_mix()), step_of=lambda: len(losses) // 2
+        )
+        dcp.load_state_dict({"steps": 0, "expert_counts": [[70, 20, 10, 0]] * 2})
         schedule = dcp.wrap(get_forward_backward_func())
         replica, count = ps.get_data_parallel_rank(), SAMPLES // ps.get_data_parallel_world_size()
         rows = [item for step in (0, 1) for item in _items({}, step, replica, count)]
         iterator = RerunDataIterator(iter(rows))
-        losses, gradients = [], []
+        gradients = []
         for attempt in range(3):  # twice the first step, then the next one
             for chunk in chunks:
                 chunk.zero_grad_buffer()

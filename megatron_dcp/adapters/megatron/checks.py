@@ -36,12 +36,16 @@ def check_model(config: Any, options: MegatronConfig) -> None:
                 f"plan: {why}. Switch it off or run without --mdcp"
             )
     check_experts(config, options)
-    two_stages = config.pipeline_model_parallel_size == 2
-    if two_stages and config.virtual_pipeline_model_parallel_size and not config.overlap_p2p_comm:
+    pipelined = config.pipeline_model_parallel_size > 1
+    if (
+        pipelined
+        and config.virtual_pipeline_model_parallel_size
+        and (not config.overlap_p2p_comm or config.batch_p2p_comm)
+    ):
         raise AdapterError(
-            "interleaved pipeline of two stages: looked for overlap_p2p_comm=True and "
-            f"batch_p2p_comm=False, found {config.overlap_p2p_comm} and {config.batch_p2p_comm} "
-            "(the core's default). Megatron then sends activations and gradients to one rank in "
-            "one batch and pairs the one with the other; megatron.training asserts against it, the "
-            "core does not. Set both, or use more stages"
+            "interleaved pipeline: looked for overlap_p2p_comm=True and batch_p2p_comm=False, "
+            f"found {config.overlap_p2p_comm} and {config.batch_p2p_comm} (the core's default). "
+            "With two stages Megatron then sends activations and gradients to one rank in one "
+            "batch and pairs the one with the other (megatron.training asserts against it, the "
+            "core does not); with more stages planned steps were seen to hang. Set both"
         )
