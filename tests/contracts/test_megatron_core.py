@@ -94,7 +94,7 @@ OWN_CASES = (
 NIGHTLY = (
     "pp4", "recompute-selective", "learned-positions", "packed-strategy", "moe-ep2",
     "moe-sequence-loss-recompute", "moe-global-loss-packed", "moe-global-loss-tp2",
-    "moe-expert-bias-z-loss-tp2",
+    "moe-expert-bias-z-loss-tp2", "moe-global-loss-pp2",
 )  # fmt: skip
 OWN_NIGHTLY = (
     "dp2", "tp2-dp2", "pp2-dp2", "recompute-full", "moe-ep2", "moe-global-loss",
