@@ -109,12 +109,22 @@ struct Avx2 {
   static V load_half(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  static void store_bf16(uint16_t* p, V v) {
-    float x[8];
-    store(x, v);
-    for (int i = 0; i < 8; ++i) p[i] = float_to_bf16(x[i]);
+  static __m128i to_bf16(V v) {
+    const __m256i u = _mm256_castps_si256(v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    const __m256i near = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i quiet = _mm256_or_si256(u, _mm256_set1_epi32(0x400000));
+    const V nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
+    const __m256i r =
+        _mm256_srli_epi32(_mm256_blendv_epi8(near, quiet, _mm256_castps_si256(nan)), 16);
+    return _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
   }
-  static void stream_bf16(uint16_t* p, V v) { store_bf16(p, v); }
+  static void store_bf16(uint16_t* p, V v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_bf16(v));
+  }
+  static void stream_bf16(uint16_t* p, V v) {  // p aligned to 16 bytes
+    _mm_stream_si128(reinterpret_cast<__m128i*>(p), to_bf16(v));
+  }
   static void store_half(uint16_t* p, V v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
