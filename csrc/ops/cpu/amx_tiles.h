@@ -107,9 +107,10 @@ struct AmxTiles : Tiles<Avx512, MacBf16> {
   }
 
   // As Tiles::product, but rows and depth are rounded up to 16.
-  template <bool kAdd>
+  template <bool kAdd, int64_t kStride = kPanel>
   static void product(int64_t m, int64_t first, int64_t last, int64_t depth, const float* a,
                       int64_t lda, const float* b, int64_t panel, float* c, int64_t ldc) {
+    static_assert(kStride == kPanel);
     const int64_t steps = (depth + 15) / 16;
     for (int64_t v = first; v < last;) {
       const float* bp = b + (v / 4) * panel + v % 4 * W;

@@ -21,14 +21,14 @@
 
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
-#include "simd_avx2.h"
+#include "avx2_tiles.h"
 #include "vector_backward.h"
 #include "vector_forward.h"
 
 namespace mdcp {
 namespace {
 
-using T = Tiles<Avx2, MacFloat<Avx2>>;
+using T = Avx2Tiles;
 
 const Path kPath{"avx2",          &Forward<T>::piece_rows, &Backward<T>::piece_keys,
                  Backward<T>::kQ, &vector_forward<T>,      &vector_backward<T>};

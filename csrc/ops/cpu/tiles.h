@@ -4,8 +4,9 @@
 //      are neighbours along the summed dimension.
 //
 // C[m][n] (+)= sum_k A[m][k] * B[k][n]. A is row-major units. B is in panels of kPanel columns:
-// unit (k, n) lies at panel(n / kPanel) + k * kPanel + n % kPanel. C is row-major float. The sum of
-// each element runs over k in order whatever the tile shape, so rows do not influence each other.
+// unit (k, n) lies at panel(n / kPanel) + k * kPanel + n % kPanel (or k * kStride where a product
+// says so). C is row-major float. The sum of each element runs over k in order whatever the tile
+// shape, so rows do not influence each other.
 #pragma once
 
 #include <cstdint>
@@ -43,11 +44,12 @@ struct Tiles {
     Session() {}                             // (not trivial: no warning where it is unused)
   };
   static constexpr int64_t kPanel = int64_t{S::W} * S::NV;
+  static constexpr int64_t kSweep = kPanel;  // q rows that a backward task takes at once
   static constexpr int kPer = M::kPer;
 
   static int64_t units(int64_t n) { return (n + kPer - 1) / kPer; }
 
-  template <int R, int N, bool kAdd>
+  template <int R, int N, bool kAdd, int64_t kStride>
   static void tile(int64_t depth, const float* a, int64_t lda, const float* b, float* c,
                    int64_t ldc) {
     V acc[R][N];
@@ -59,7 +61,7 @@ struct Tiles {
     for (int64_t k = 0; k < depth; ++k) {
       V x[N];
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) x[n] = S::load(b + k * kPanel + n * W);
+      for (int n = 0; n < N; ++n) x[n] = S::load(b + k * kStride + n * W);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const V y = M::broadcast(a + r * lda + k);
@@ -74,30 +76,30 @@ struct Tiles {
     }
   }
 
-  template <int N, bool kAdd>
+  template <int N, bool kAdd, int64_t kStride>
   static void rows(int64_t m, int64_t depth, const float* a, int64_t lda, const float* b, float* c,
                    int64_t ldc) {
     while (m >= S::MR) {
-      tile<S::MR, N, kAdd>(depth, a, lda, b, c, ldc);
+      tile<S::MR, N, kAdd, kStride>(depth, a, lda, b, c, ldc);
       a += S::MR * lda;
       c += S::MR * ldc;
       m -= S::MR;
     }
     switch (m) {
       case 5:
-        tile<5, N, kAdd>(depth, a, lda, b, c, ldc);
+        tile<5, N, kAdd, kStride>(depth, a, lda, b, c, ldc);
         break;
       case 4:
-        tile<4, N, kAdd>(depth, a, lda, b, c, ldc);
+        tile<4, N, kAdd, kStride>(depth, a, lda, b, c, ldc);
         break;
       case 3:
-        tile<3, N, kAdd>(depth, a, lda, b, c, ldc);
+        tile<3, N, kAdd, kStride>(depth, a, lda, b, c, ldc);
         break;
       case 2:
-        tile<2, N, kAdd>(depth, a, lda, b, c, ldc);
+        tile<2, N, kAdd, kStride>(depth, a, lda, b, c, ldc);
         break;
       case 1:
-        tile<1, N, kAdd>(depth, a, lda, b, c, ldc);
+        tile<1, N, kAdd, kStride>(depth, a, lda, b, c, ldc);
         break;
       default:
         break;
@@ -106,7 +108,7 @@ struct Tiles {
 
   // Columns [first, last) in vectors of W; `panel` units from one panel of B to the next. C's
   // column 0 is column 0 of B.
-  template <bool kAdd>
+  template <bool kAdd, int64_t kStride = kPanel>
   static void product(int64_t m, int64_t first, int64_t last, int64_t depth, const float* a,
                       int64_t lda, const float* b, int64_t panel, float* c, int64_t ldc) {
     for (int64_t v = first; v < last;) {
@@ -115,11 +117,11 @@ struct Tiles {
       if (n > last - v) n = last - v;
       const float* bp = b + (v / S::NV) * panel + inside * W;
       float* cp = c + v * W;
-      if (n == 1) rows<1, kAdd>(m, depth, a, lda, bp, cp, ldc);
-      if (n == 2) rows<2, kAdd>(m, depth, a, lda, bp, cp, ldc);
+      if (n == 1) rows<1, kAdd, kStride>(m, depth, a, lda, bp, cp, ldc);
+      if (n == 2) rows<2, kAdd, kStride>(m, depth, a, lda, bp, cp, ldc);
       if constexpr (S::NV > 2) {
-        if (n == 3) rows<3, kAdd>(m, depth, a, lda, bp, cp, ldc);
-        if (n == 4) rows<4, kAdd>(m, depth, a, lda, bp, cp, ldc);
+        if (n == 3) rows<3, kAdd, kStride>(m, depth, a, lda, bp, cp, ldc);
+        if (n == 4) rows<4, kAdd, kStride>(m, depth, a, lda, bp, cp, ldc);
       }
       v += n;
     }

@@ -17,9 +17,14 @@ struct Backward {
   using M = typename T::M;
   using V = typename S::V;
   static constexpr int W = S::W;
-  static constexpr int64_t kQ = T::kPanel;  // rows of a q piece: one panel
+  static constexpr int64_t kQ = T::kSweep;  // rows of a q piece: whole panels
   static constexpr int64_t kStrip = T::kStrip;
   static constexpr int64_t kQUnits = kQ / T::kPer;
+  static constexpr int64_t kPanels = kQ / T::kPanel;
+  // From row to row of ds: with several panels a line more, or the rows of one panel would share
+  // a few sets of the cache.
+  static constexpr int64_t kDs = kPanels == 1 ? kQ : kQ + 64 / sizeof(float);
+  static_assert(!M::kPairs || kPanels == 1);
 
   const BackwardArgs& a;
   const SegmentList& list;
@@ -70,10 +75,10 @@ struct Backward {
       take(lse_low, kQ);
       take(delta, kQ);
       take(s, kStrip * kQ);
-      take(dp, kStrip * kQ);
+      take(dp, kStrip * kDs);
       take(p_a, kStrip * kQ);
       take(ds_a, kStrip * kQ);
-      take(ds_b, round_up(T::units(max_keys), W) * kQ);
+      take(ds_b, round_up(T::units(max_keys), W) * kDs);
       take(dq_t, wide * kQ);
       take(spare,
            std::max({W * depth, 2 * wide, panels * T::kPanel * max_keys / T::kPer, kQ * wide}));
@@ -128,7 +133,8 @@ struct Backward {
     const Piece& rows = plan.q_pieces[q_index];
     load_rows(rows, head);
     const int64_t i0 = rows.start - g.q_start, j0 = keys.start - g.k_start;
-    int64_t begin = keys.len, end = 0;  // strips with anything visible are adjacent
+    int64_t begin[kPanels], end[kPanels];  // keys in strips that a panel of rows sees; adjacent
+    for (int64_t p = 0; p < kPanels; ++p) begin[p] = keys.len, end[p] = 0;
     for (int64_t k = 0; k < keys.len; k += kStrip) {
       const int64_t n = std::min(kStrip, keys.len - k);
       const int64_t lo = std::max<int64_t>(0, g.first_row(j0 + k) - i0);
@@ -136,15 +142,34 @@ struct Backward {
       if (lo >= hi) continue;
       strip(rows, keys, g, head, k, n, lo / (W * T::kColumnStep) * T::kColumnStep,
             round_up((hi + W - 1) / W, T::kColumnStep));
-      begin = std::min(begin, k);
-      end = k + n;
+      for (int64_t p = 0; p < kPanels; ++p) {
+        if (kPanels > 1 && (hi <= p * T::kPanel || lo >= (p + 1) * T::kPanel)) continue;
+        begin[p] = std::min(begin[p], k);
+        end[p] = k + n;
+      }
     }
-    const int64_t first = begin / T::kPer, count = T::units(end) - first;
-    if (begin < end) {
-      T::template product<false>(wide, 0, (rows.len + W - 1) / W, count, k_columns + first,
-                                 column_stride(), ds_b + first * kQ, 0, dq_t, kQ);
+    bool any = false;
+    for (int64_t p = 0; p < kPanels; ++p) {
+      const int64_t first = begin[p] / T::kPer, count = T::units(end[p]) - first;
+      const int64_t left = rows.len - p * T::kPanel;
+      const int64_t columns = kPanels == 1 ? left : std::min(T::kPanel, left);
+      if (begin[p] >= end[p]) {
+        if (kPanels > 1) clear_dq(p * T::kPanel, columns);
+        continue;
+      }
+      T::template product<false, kDs>(wide, 0, (columns + W - 1) / W, count, k_columns + first,
+                                      column_stride(), ds_b + first * kDs + p * T::kPanel, 0,
+                                      dq_t + p * T::kPanel, kQ);
+      any = true;
     }
-    add_dq(rows, q_index, head, turn, begin < end);
+    add_dq(rows, q_index, head, turn, any);
+  }
+
+  // Zeros in dQ' for rows [first, first + count) of q, which see none of the keys.
+  void clear_dq(int64_t first, int64_t count) {
+    for (int64_t d = 0; d < wide; ++d) {
+      for (int64_t r = first; r < first + count; r += W) S::store(dq_t + d * kQ + r, S::zero());
+    }
   }
 
   void load_rows(const Piece& rows, int64_t head) {
@@ -191,9 +216,11 @@ struct Backward {
   void strip(const Piece& rows, const Piece& keys, const Segment& g, int64_t head, int64_t k,
              int64_t n, int64_t first, int64_t last) {
     // ds of one float a unit is its own row of B: it is made in place.
-    if constexpr (!M::kPairs) dp = ds_b + k * kQ;
-    T::template product<false>(n, first, last, du, k_rows + k * depth, depth, q_t, 0, s, kQ);
-    T::template product<false>(n, first, last, du, v_rows + k * depth, depth, dout_t, 0, dp, kQ);
+    if constexpr (!M::kPairs) dp = ds_b + k * kDs;
+    const int64_t deep = kPanels == 1 ? 0 : depth * T::kPanel;  // from panel to panel
+    T::template product<false>(n, first, last, du, k_rows + k * depth, depth, q_t, deep, s, kQ);
+    T::template product<false>(n, first, last, du, v_rows + k * depth, depth, dout_t, deep, dp,
+                               kDs);
     if (a.options.dropout.probability > 0) {
       fill_keep(rows, head, keys.start + k, n, first * W, last * W);
     }
@@ -217,7 +244,7 @@ struct Backward {
     clear_ds(k, n, first * W, last * W);
     T::template product<true>(n, 0, wide / W, inside, p_rows + skip, kQUnits,
                               dout_n + skip * T::kPanel, panel, dv + k * wide, wide);
-    T::template product<true>(n, 0, wide / W, inside, ds_rows + skip, kQUnits,
+    T::template product<true>(n, 0, wide / W, inside, ds_rows + skip, M::kPairs ? kQUnits : kDs,
                               q_n + skip * T::kPanel, panel, dk + k * wide, wide);
   }
 
@@ -242,7 +269,7 @@ struct Backward {
       t = S::fms(S::load(s + x * kQ + i), S::set(scale * kLog2e), S::load(lse + i));
     }
     if constexpr (!M::kPairs) t = S::sub(t, S::load(lse_low + i));
-    V p = weight<T>(t), d = S::load(dp + x * kQ + i);
+    V p = weight<T>(t), d = S::load(dp + x * kDs + i);
     const bool edge = i < band.lo || i + W > band.hi;
     if (edge) p = S::within(p, band.lo - i, band.hi - i, S::zero());
     V dropped = p;
@@ -262,13 +289,13 @@ struct Backward {
     for (int64_t i = first; i < last; i += W) {
       const Pair y = pair(x, i, band);
       S::store(s + x * kQ + i, y.p);
-      S::store(dp + x * kQ + i, y.ds);
+      S::store(dp + x * kDs + i, y.ds);
     }
   }
 
   // Rows x and, if `both`, x + 1 as units: p and ds as rows of A, ds as a row of B for dQ' too.
   void two_rows(int64_t x, bool both, int64_t k, int64_t first, int64_t last, Band low, Band high) {
-    float* out = ds_b + (k + x) / 2 * kQ;
+    float* out = ds_b + (k + x) / 2 * kDs;
     for (int64_t i = first; i < last; i += W) {
       const Pair y = pair(x, i, low);
       M::narrow(p_a + x * kQUnits + i / 2, y.p);
@@ -285,13 +312,13 @@ struct Backward {
 
   // Zeros in the rows of B that dQ' reads of this strip, outside columns [first, last).
   void clear_ds(int64_t k, int64_t n, int64_t first, int64_t last) {
-    float* out = ds_b + k / T::kPer * kQ;
+    float* out = ds_b + k / T::kPer * kDs;
     const int64_t filled = T::units(n), read = round_up(filled, T::kRowStep);
-    for (int64_t u = 0; u < filled; ++u, out += kQ) {
+    for (int64_t u = 0; u < filled; ++u, out += kDs) {
       for (int64_t i = 0; i < first; i += W) S::store(out + i, S::zero());
       for (int64_t i = last; i < kQ; i += W) S::store(out + i, S::zero());
     }
-    for (int64_t i = 0; i < (read - filled) * kQ; i += W) S::store(out + i, S::zero());
+    for (int64_t i = 0; i < (read - filled) * kDs; i += W) S::store(out + i, S::zero());
   }
 
   // Dropout factors of n keys from `key` on against columns [first, last) of the q piece.
