@@ -65,6 +65,7 @@ class WorkerPool:
         if ranks != self._ranks or self._fresh_world:
             self._ranks, self._epoch = ranks, self._epoch + 1
         order = {"ranks": ranks, "epoch": self._epoch, "target": target, "kwargs": kwargs}
+        order["leave"] = self._fresh_world  # not at the next run: its threads poll until then
         message = json.dumps(order).encode()
         connections = [c for _, c in self._workers[:ranks]]
         for connection in connections:
@@ -142,12 +143,18 @@ class WorkerPool:
         self._ranks = 0
 
 
-def _enter_world(rank: int, ranks: int, store: Any, epoch: int) -> None:
+def _leave_world() -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
         gc.collect()  # groups that only cycles still hold keep their threads otherwise
         dist.destroy_process_group()
+
+
+def _enter_world(rank: int, ranks: int, store: Any, epoch: int) -> None:
+    import torch.distributed as dist
+
+    _leave_world()
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(f"world{epoch}", store),  # type: ignore[attr-defined]
@@ -183,6 +190,8 @@ def _serve(rank: int, port: int, store_port: int) -> None:
         except Exception:
             answer = {"error": traceback.format_exc()}
         connection.send_bytes(json.dumps(answer).encode())
+        if order["leave"]:
+            _leave_world()
 
 
 def free_port() -> int:

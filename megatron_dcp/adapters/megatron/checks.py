@@ -8,7 +8,6 @@ from megatron_dcp.adapters.megatron.experts import check_experts
 from megatron_dcp.config import MegatronConfig
 from megatron_dcp.errors import AdapterError
 
-
 # Settings of TransformerConfig that want microbatches of one shape, and why.
 FIXED_SHAPES = (
     ("fp8", "its kernels want rows in multiples of 16 and scale by what shares a microbatch"),

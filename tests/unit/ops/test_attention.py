@@ -382,7 +382,11 @@ def test_partial_results_are_float32(dtype):
 
 
 def test_many_small_merges_do_not_drift():
-    """A ring of 16 steps in bfloat16 is as close to float64 as one call is."""
+    """A ring of 16 steps in bfloat16 is as close to float64 as one call is.
+
+    But for the merges: each rounds the float32 output once more, 2^-24 of it at most. That shows
+    where weights are not rounded to bfloat16 either (paths without its instructions).
+    """
     q, k, v = make(64, 64, 2, 1, 32, torch.bfloat16)
     want, _ = varlen_attention_reference(
         q.double(), k.double(), v.double(), cu([64]), cu([64]), causal=False
@@ -395,4 +399,5 @@ def test_many_small_merges_do_not_drift():
     ops.segment_attention_forward(
         q, k, v, segment_tensor([full_segment(0, 64, 0, 64)]), once, once_lse
     )
-    assert (out - want).abs().max() <= 1.5 * (once - want).abs().max()
+    merges = 16 * 2.0**-24 * want.abs().max()
+    assert (out - want).abs().max() <= 1.5 * (once - want).abs().max() + merges
