@@ -27,6 +27,9 @@ from pathlib import Path
 from typing import Any
 
 COLLECTIVE_TIMEOUT_S = 200
+# Trainers that hook autograd keep their groups from being freed, and each polls with two threads:
+# workers with more than this are replaced.
+MOST_THREADS = 200
 
 
 class WorkerError(Exception):
@@ -51,6 +54,7 @@ class WorkerPool:
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._epoch = self._ranks = 0  # each change of the number of ranks makes a new world
         self._store: Any = None
+        self._threads = 0  # the most that a worker had when it answered last
 
     def run(
         self, ranks: int, target: str, *, may_die: Sequence[int] = (), **kwargs: Any
@@ -76,7 +80,7 @@ class WorkerPool:
             self.close()
             raise
         finally:
-            if may_die:
+            if may_die or self._threads > MOST_THREADS:
                 self.close()
 
     def _collect(self, connections: list[Connection], may_die: Sequence[int]) -> list[Any]:
@@ -100,6 +104,7 @@ class WorkerPool:
                 if "error" in answer:
                     raise WorkerError(f"rank {rank}: {answer['error']}")
                 results[rank] = answer["result"]
+                self._threads = max(self._threads, answer["threads"])
         return [results[r] for r in range(len(connections))]
 
     def _start(self, ranks: int) -> None:
@@ -140,7 +145,7 @@ class WorkerPool:
         for process, _ in self._workers:
             process.wait()
         self._workers.clear()
-        self._ranks = 0
+        self._ranks = self._threads = 0
 
 
 def _leave_world() -> None:
@@ -186,12 +191,12 @@ def _serve(rank: int, port: int, store_port: int) -> None:
                 _enter_world(rank, order["ranks"], store, epoch)
             module, _, name = order["target"].partition(":")
             result = getattr(importlib.import_module(module), name)(**order["kwargs"])
-            answer = {"result": result}
+            if order["leave"]:
+                _leave_world()
+            answer = {"result": result, "threads": len(os.listdir("/proc/self/task"))}
         except Exception:
             answer = {"error": traceback.format_exc()}
         connection.send_bytes(json.dumps(answer).encode())
-        if order["leave"]:
-            _leave_world()
 
 
 def free_port() -> int:

@@ -102,9 +102,9 @@ NIGHTLY = (
     "moe-expert-bias-z-loss-tp2", "moe-global-loss-pp2",
 )  # fmt: skip
 OWN_NIGHTLY = (
-    "dp2", "tp2-dp2", "pp2-dp2", "recompute-full", "moe-ep2", "moe-global-loss",
-    "moe-global-loss-pp2", "moe-global-loss-tp2", "moe-expert-bias-z-loss",
-    "moe-expert-bias-z-loss-tp2",
+    "moe-sequence-loss", "moe-sequence-loss-tp2", "dp2", "tp2-dp2", "pp2-dp2", "recompute-full",
+    "moe-ep2", "moe-global-loss", "moe-global-loss-pp2", "moe-global-loss-tp2",
+    "moe-expert-bias-z-loss", "moe-expert-bias-z-loss-tp2",
 )  # fmt: skip
 
 
