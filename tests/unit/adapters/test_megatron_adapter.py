@@ -241,7 +241,7 @@ def test_placements_of_one_rank_go_to_an_attention_that_packs_by_itself() -> Non
     given: dict[str, Any] = {}
 
     class TEDotProductAttention(torch.nn.Module):
-        def __init__(self, config: Any) -> None:
+        def __init__(self, config: Any, layer_number: int) -> None:
             super().__init__()
 
         def forward(self, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
@@ -249,7 +249,7 @@ def test_placements_of_one_rank_go_to_an_attention_that_packs_by_itself() -> Non
             return query.flatten(1)
 
     config = types.SimpleNamespace(kv_channels=8, context_parallel_size=2)
-    core = plan_aware_core(TEDotProductAttention)(config)
+    core = plan_aware_core(TEDotProductAttention)(config, layer_number=1)
     context = local_context([5, 1, 3])
     q = torch.randn(12, 2, 8)  # three rows of padding
     out = core(q, q, q, None, packed_seq_params=packed_params(context, 12))
