@@ -210,8 +210,9 @@ def test_allgather_holds_two_groups_of_heads_at_once(pool: WorkerPool) -> None:
 
 
 DRIFT = 1.05  # the error of a degree may be this much of that of one rank
-# With more ranks than KV heads their gradients come home in rounded parts: one rounding more.
-REPEATED = 1.45
+# With more ranks than KV heads their gradients come home in rounded parts: one rounding more, as
+# large as the one of the result, which is all there is where weights are not rounded (AVX2).
+REPEATED = 2**0.5 * DRIFT
 
 
 @pytest.mark.parametrize(("degree", "scheme", "inner"), [m for m in MODES if m[0] in (2, 3, 8)])
