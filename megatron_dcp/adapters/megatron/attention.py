@@ -29,6 +29,7 @@ from megatron_dcp.errors import AdapterError
 from megatron_dcp.schemes import attention
 
 CONTEXT = "mdcp_context"
+NO_MIXING = ("IdentityOp", "IdentityFuncOp")  # what stands where a layer has no attention
 
 
 class _OneRank:
@@ -291,9 +292,6 @@ def _rewrite(spec: Any) -> tuple[Any, int]:
     if mixer is not None and getattr(mixer, "__name__", "") not in NO_MIXING:
         raise AdapterError(_unfollowed(getattr(mixer, "__name__", repr(mixer)), "layer spec"))
     return spec, 0
-
-
-NO_MIXING = ("IdentityOp", "IdentityFuncOp")  # what stands where a layer has no attention
 
 
 def _unfollowed(found: str, where: str) -> str:

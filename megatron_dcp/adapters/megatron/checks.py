@@ -8,10 +8,11 @@ from megatron_dcp.adapters.megatron.experts import check_experts
 from megatron_dcp.config import MegatronConfig
 from megatron_dcp.errors import AdapterError
 
+NARROW = "its kernels want rows in multiples of 16 and scale by what shares a microbatch"
 # Settings of TransformerConfig that want microbatches of one shape, and why.
 FIXED_SHAPES = (
-    ("fp8", "its kernels want rows in multiples of 16 and scale by what shares a microbatch"),
-    ("fp4", "its kernels want rows in multiples of 16 and scale by what shares a microbatch"),
+    ("fp8", NARROW),
+    ("fp4", NARROW),
     ("tp_comm_overlap", "its buffers are made for one sequence length"),
 )
 
@@ -46,5 +47,5 @@ def check_model(config: Any, options: MegatronConfig) -> None:
             f"found {config.overlap_p2p_comm} and {config.batch_p2p_comm} (the core's default). "
             "With two stages Megatron then sends activations and gradients to one rank in one "
             "batch and pairs the one with the other (megatron.training asserts against it, the "
-            "core does not); with more stages planned steps were seen to hang. Set both"
+            "core does not); with more stages a planned run was not seen to end. Set both"
         )
