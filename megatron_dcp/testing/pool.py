@@ -1,4 +1,4 @@
-"""Persistent worker processes for distributed tests: start once, run many cases.
+"""Worker processes for distributed tests: start once, run many cases.
 
     pool = WorkerPool()
     results = pool.run(4, "tests.distributed.cases:gradients", seed=3)   # one dict per rank
@@ -7,29 +7,33 @@ Workers 0..n-1 form a gloo world of n ranks (made anew when n or the backend cha
 function with the keyword arguments; both arguments and results are JSON. The first exception or a
 time-out kills all workers and is raised here with the worker's traceback; the next run starts fresh
 ones. Nothing is left running after `close`.
+
+With `fork` every run has processes and a world of its own, forked from workers that hold nothing
+but imports: what a trainer leaves behind (groups that its autograd hooks keep alive, each with
+threads that poll) ends with the run, and no group is torn down in a process that goes on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
 COLLECTIVE_TIMEOUT_S = 200
-# Trainers that hook autograd keep their groups from being freed, and each polls with two threads:
-# workers with more than this are replaced.
-MOST_THREADS = 200
 
 
 class WorkerError(Exception):
@@ -37,24 +41,28 @@ class WorkerError(Exception):
 
 
 class WorkerPool:
-    """Up to `limit` workers, started as they are first needed; python: another interpreter."""
+    """Up to `limit` workers, started as they are first needed.
+
+    fork: a process of its own for every run of every rank. preload: "module:function" that a worker
+    calls once, before its first run, to import what all runs need. python: another interpreter.
+    """
 
     def __init__(
         self,
         *,
         limit: int = 8,
         timeout_s: float = 150.0,
-        fresh_world: bool = False,
+        fork: bool = False,
+        preload: str = "",
         python: str | None = None,
         extra_path: str = "",
     ) -> None:
         self.limit, self.timeout_s, self._extra_path = limit, timeout_s, extra_path
-        self._fresh_world = fresh_world
+        self._fork, self._preload = fork, preload
         self.python = python or sys.executable
         self._workers: list[tuple[subprocess.Popen[bytes], Connection]] = []
         self._epoch = self._ranks = 0  # each change of the number of ranks makes a new world
         self._store: Any = None
-        self._threads = 0  # the most that a worker had when it answered last
 
     def run(
         self, ranks: int, target: str, *, may_die: Sequence[int] = (), **kwargs: Any
@@ -66,22 +74,24 @@ class WorkerPool:
         if not 1 <= ranks <= self.limit:
             raise ValueError(f"{ranks} ranks asked, this pool has at most {self.limit}")
         self._start(ranks)
-        if ranks != self._ranks or self._fresh_world:
+        if ranks != self._ranks or self._fork:
             self._ranks, self._epoch = ranks, self._epoch + 1
         order = {"ranks": ranks, "epoch": self._epoch, "target": target, "kwargs": kwargs}
-        order["leave"] = self._fresh_world  # not at the next run: its threads poll until then
         message = json.dumps(order).encode()
         connections = [c for _, c in self._workers[:ranks]]
         for connection in connections:
             connection.send_bytes(message)
         try:
-            return self._collect(connections, may_die)
+            results = self._collect(connections, may_die)
         except BaseException:
             self.close()
             raise
-        finally:
-            if may_die or self._threads > MOST_THREADS:
-                self.close()
+        if may_die:
+            self.close()
+        elif self._fork:  # not before: a rank that ends takes from its peers what they wait for
+            for connection in connections:
+                connection.send_bytes(b"end")
+        return results
 
     def _collect(self, connections: list[Connection], may_die: Sequence[int]) -> list[Any]:
         results: dict[int, Any] = {}
@@ -100,12 +110,28 @@ class WorkerPool:
                     if rank in may_die:
                         results[rank] = None
                         continue
-                    raise WorkerError(f"rank {rank} died") from None
-                if "error" in answer:
-                    raise WorkerError(f"rank {rank}: {answer['error']}")
+                    raise WorkerError(self._deaths(5.0) or f"rank {rank} died") from None
+                if "error" in answer:  # a peer's death, perhaps: then that is what to tell
+                    told = self._deaths(1.0)
+                    raise WorkerError(told or f"rank {rank}: {answer['error']}")
                 results[rank] = answer["result"]
-                self._threads = max(self._threads, answer["threads"])
         return [results[r] for r in range(len(connections))]
+
+    def _deaths(self, within_s: float) -> str:
+        """Which workers died of what, as soon as one has; "" if none does in that time."""
+        deadline = time.monotonic() + within_s
+        while True:
+            codes = {r: process.poll() for r, (process, _) in enumerate(self._workers)}
+            dead = {r: code for r, code in codes.items() if code is not None}
+            if dead or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return ", ".join(
+            f"rank {r} died of {signal.Signals(-code).name}"
+            if code < 0
+            else f"rank {r} ended with exit code {code}"
+            for r, code in dead.items()
+        )
 
     def _start(self, ranks: int) -> None:
         if self._store is None:
@@ -133,33 +159,34 @@ class WorkerPool:
         root = Path(__file__).parents[2]
         path = os.pathsep.join([str(root), self._extra_path, os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        command = [self.python, "-m", "megatron_dcp.testing.pool"]
-        command += [str(rank), str(port), str(self._store.port)]
-        return subprocess.Popen(command, env=env, cwd=root)
+        settings = {
+            "rank": rank, "port": port, "store_port": self._store.port,
+            "fork": self._fork, "preload": self._preload,
+        }  # fmt: skip
+        command = [self.python, "-m", "megatron_dcp.testing.pool", json.dumps(settings)]
+        return subprocess.Popen(command, env=env, cwd=root, start_new_session=True)
 
     def close(self) -> None:
         """End every worker that this pool started."""
         for process, connection in self._workers:
             connection.close()
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its runs, too
         for process, _ in self._workers:
             process.wait()
         self._workers.clear()
-        self._ranks = self._threads = 0
+        self._ranks = 0
 
 
-def _leave_world() -> None:
+def _enter_world(rank: int, ranks: int, store_port: int, epoch: int) -> None:
     import torch.distributed as dist
 
     if dist.is_initialized():
         gc.collect()  # groups that only cycles still hold keep their threads otherwise
         dist.destroy_process_group()
-
-
-def _enter_world(rank: int, ranks: int, store: Any, epoch: int) -> None:
-    import torch.distributed as dist
-
-    _leave_world()
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", store_port, timeout=timedelta(seconds=60)
+    )
     dist.init_process_group(
         "gloo",
         store=dist.PrefixStore(f"world{epoch}", store),  # type: ignore[attr-defined]
@@ -169,34 +196,67 @@ def _enter_world(rank: int, ranks: int, store: Any, epoch: int) -> None:
     )
 
 
-def _serve(rank: int, port: int, store_port: int) -> None:
+def _call(target: str, **kwargs: Any) -> Any:
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)(**kwargs)
+
+
+def _run_forked(run: Callable[[], None], connection: Connection) -> None:
+    """Run in a child that stays until the pool has heard all ranks; die as it dies."""
+    tasks = len(os.listdir("/proc/self/task"))
+    if tasks != 1:
+        raise RuntimeError(f"{tasks} threads before a fork: the preload may import, not start any")
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            run()
+            connection.recv_bytes()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    if code:
+        os._exit(code)
+
+
+def _serve(*, rank: int, port: int, store_port: int, fork: bool, preload: str) -> None:
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     connection = Client(("127.0.0.1", port))
     connection.send_bytes(str(rank).encode())
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", store_port, timeout=timedelta(seconds=60)
-    )
     epoch = 0
+
+    def run(order: dict[str, Any]) -> None:
+        nonlocal epoch
+        try:
+            if order["epoch"] != epoch:
+                epoch = order["epoch"]
+                _enter_world(rank, order["ranks"], store_port, epoch)
+            answer = {"result": _call(order["target"], **order["kwargs"])}
+        except Exception:
+            answer = {"error": traceback.format_exc()}
+        connection.send_bytes(json.dumps(answer).encode())
+
+    if preload:
+        _call(preload)
     while True:
         try:
             order = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        try:
-            if order["epoch"] != epoch:
-                epoch = order["epoch"]
-                _enter_world(rank, order["ranks"], store, epoch)
-            module, _, name = order["target"].partition(":")
-            result = getattr(importlib.import_module(module), name)(**order["kwargs"])
-            if order["leave"]:
-                _leave_world()
-            answer = {"result": result, "threads": len(os.listdir("/proc/self/task"))}
-        except Exception:
-            answer = {"error": traceback.format_exc()}
-        connection.send_bytes(json.dumps(answer).encode())
+        if fork:
+            _run_forked(partial(run, order), connection)
+        else:
+            run(order)
 
 
 def free_port() -> int:
@@ -207,4 +267,4 @@ def free_port() -> int:
 
 
 if __name__ == "__main__":
-    _serve(*(int(x) for x in sys.argv[1:4]))
+    _serve(**json.loads(sys.argv[1]))

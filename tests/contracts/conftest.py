@@ -35,19 +35,24 @@ def pools(pool2: WorkerPool, pool4: WorkerPool) -> dict[int, WorkerPool]:
     return {2: pool2, 4: pool4}
 
 
-# Megatron drops its process groups without destroying them, and every gloo group keeps threads that
-# poll: a new world for each run ends them, and the pools end with their module.
-@pytest.fixture(scope="module")
+# Megatron drops its process groups without destroying them, its hooks keep them alive, and every
+# gloo group keeps threads that poll: a run ends with its processes.
+def _forked(python: str | None = None) -> WorkerPool:
+    preload = "tests.contracts.megatron_cases:preload"
+    return WorkerPool(limit=4, timeout_s=280.0, fork=True, preload=preload, python=python)
+
+
+@pytest.fixture(scope="session")
 def megatron_pool() -> Iterator[WorkerPool]:
     """Workers on the ordinary environment's megatron-core (0.16.1)."""
-    workers = WorkerPool(limit=4, timeout_s=280.0, fresh_world=True)
+    workers = _forked()
     yield workers
     workers.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def own_megatron_pool() -> Iterator[WorkerPool]:
     """Workers on the venv with the second megatron-core (0.19.2)."""
-    workers = WorkerPool(limit=4, timeout_s=280.0, fresh_world=True, python=own_python())
+    workers = _forked(own_python())
     yield workers
     workers.close()
