@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcp.adapters.megatron import standins
+from megatron_dcp.adapters.megatron.microbatch import sum_loss as loss_func
 from megatron_dcp.config import MegatronConfig, PlannerConfig
 from megatron_dcp.errors import MdcpError
-from tests.contracts import megatron_data, megatron_experts
-from tests.contracts.megatron_plans import register_mix
+from tests.contracts import megatron_data, megatron_experts, megatron_losses
+from tests.contracts.megatron_plans import register_first, register_mix
 
 VOCAB = 96
 LONGEST = 48
@@ -62,11 +63,16 @@ def sample(step: int, index: int, multiple: int = 1) -> dict[str, Tensor]:
 
 def static_forward(iterator: Iterator[dict[str, Tensor]], model: Any) -> Any:
     """The forward step of the static run: one sample as it is."""
-    from megatron_dcp.adapters.megatron.microbatch import sum_loss
-
     item = next(iterator)
     output = model(item["tokens"], item["position_ids"], None, labels=item["labels"])
-    return output, partial(sum_loss, item["loss_mask"])
+    return output, partial(loss_func, item["loss_mask"])
+
+
+FORWARDS = {
+    "static": static_forward,
+    "mean": megatron_losses.mean_forward,
+    "nested": megatron_losses.nested_forward,
+}
 
 
 def _transformer_config(options: dict[str, Any]) -> Any:
@@ -226,8 +232,13 @@ def _rows(
     return [{name: x[None] for name, x in s.items()} for s in samples]
 
 
-def _items(case: dict[str, Any], step: int, replica: int, count: int) -> list[Any]:
-    """The items of one data-parallel rank; `fault` spoils those of the last one."""
+def _items(case: dict[str, Any], step: int, replica: int, count: int) -> Iterable[Any]:
+    """The items of one data-parallel rank; `fault` spoils those of the last one.
+
+    Or those of the last context or pipeline rank, which holds the same items as the others.
+    """
+    from megatron.core import parallel_state as ps
+
     multiple = case["tp"] if case.get("model", {}).get("sequence_parallel") else 1
     items: list[Any] = [sample(step, replica * count + i, multiple) for i in range(count)]
     fault = case.get("fault") if replica == 1 else None
@@ -237,7 +248,19 @@ def _items(case: dict[str, Any], step: int, replica: int, count: int) -> list[An
         items.pop()
     elif fault == "lengths":
         items[0] = {"pixels": torch.zeros(1, 4)}
+    elif fault == "loader":
+        return _broken(items)
+    if case.get("fault") == "context" and ps.get_context_parallel_rank() == 1:
+        return _broken(items)
+    if case.get("fault") == "stage" and ps.get_pipeline_model_parallel_rank() == 1:
+        items[0] = sample(step + 1000, 0, multiple)
     return items
+
+
+def _broken(items: list[Any]) -> Iterator[Any]:
+    """A loader whose disk fails after the first item."""
+    yield items[0]
+    raise OSError("the disk is gone")
 
 
 def _train(
@@ -291,7 +314,7 @@ def _train(
         microbatches = count if files is None else len(items)
         data: Any = [iter(items) for _ in chunks] if len(chunks) > 1 else iter(items)
         reports = schedule(
-            forward_step_func=static_forward,
+            forward_step_func=FORWARDS[case.get("forward", "static")],
             data_iterator=data,
             model=chunks,
             num_microbatches=microbatches,
@@ -379,6 +402,59 @@ def budget_for(microbatches: float) -> float:
     stage = profile.checkpoint_bytes_per_token_layer * profile.model.layers / 2
     token = stage * microbatches + profile.working_bytes_per_token + profile.head_bytes_per_token
     return (profile.static_bytes + longest * token) / 1e9
+
+
+def lockstep(**case: Any) -> int:
+    """Ranks per lockstep domain of a grid."""
+    standins.install(training=False)
+    from megatron.core import parallel_state as ps
+
+    from megatron_dcp.adapters.megatron.domain import build_domain
+
+    ps.initialize_model_parallel(**_grid({"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, **case}))
+    try:
+        return build_domain().lockstep
+    finally:
+        ps.destroy_model_parallel()
+
+
+def evaluate(**case: Any) -> dict[str, Any]:
+    """Reports of one call without backward, on the last stage: planned, and plain as a sum."""
+    standins.install(training=False)
+    from megatron.core import parallel_state as ps
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    from megatron_dcp.adapters.megatron.runner import MegatronDcp
+
+    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, **case}
+    ps.initialize_model_parallel(**_grid(case))
+    strategy = {"first": register_first, "mix": register_mix}[case["plans"]]()
+    try:
+        out: dict[str, Any] = {"last": ps.is_pipeline_last_stage()}
+        for planned in (False, True):
+            chunks, _, _ = _build(case, planned)
+            schedule: Callable[..., Any] = get_forward_backward_func()
+            dcp = MegatronDcp(planner=PlannerConfig(strategy=strategy))
+            if planned:
+                schedule = dcp.wrap(schedule)
+            replica, count = (
+                ps.get_data_parallel_rank(),
+                SAMPLES // ps.get_data_parallel_world_size(),
+            )
+            reports = schedule(
+                forward_step_func=static_forward, model=chunks,
+                data_iterator=iter(_items(case, 0, replica, count)), num_microbatches=count,
+                seq_length=LONGEST, micro_batch_size=1, forward_only=True,
+            )  # fmt: skip
+            values = [r["lm loss"].tolist() for r in reports]
+            if not planned:
+                total = torch.tensor(values or [[0.0, 0.0]], dtype=torch.float64).sum(0)
+                dist.all_reduce(total, group=ps.get_data_parallel_group())
+                values = [total.tolist()]
+            out["planned" if planned else "static"] = values
+        return out
+    finally:
+        ps.destroy_model_parallel()
 
 
 def replay(**case: Any) -> dict[str, Any]:

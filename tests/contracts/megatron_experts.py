@@ -139,3 +139,45 @@ def refusals(*, settings: list[dict[str, Any]], allowed: bool = False) -> list[s
         except AdapterError as error:
             out.append(str(error))
     return out
+
+
+def logged(*, names: list[str], **case: Any) -> list[dict[str, float]]:
+    """Megatron's own log of balance losses, when all data ranks but one have dummies only.
+
+    After one step, and after two more in the same process: its entries stay.
+    """
+    from megatron.core import parallel_state as ps
+
+    from megatron_dcp.adapters.megatron import standins
+    from tests.contracts import megatron_cases as cases
+    from tests.contracts.megatron_plans import register_first
+
+    standins.install(training=False)
+    case = {"tp": 1, "pp": 1, "vp": None, "cp": 1, "strategy": register_first(), **case}
+    ps.initialize_model_parallel(**cases._grid(case))
+    try:
+        out = []
+        for steps in (1, 2):  # twice: entries of the first run stay
+            cases._train({**case, "steps": steps}, True)
+            out.append(_log(names))
+        return out
+    finally:
+        ps.destroy_model_parallel()
+
+
+def _log(names: list[str]) -> dict[str, float]:
+    """As `training_log` asks for it, in the way of this version."""
+    totals: dict[str, Tensor] = {}
+    settings = {
+        "loss_scale": 1.0, "iteration": 1, "writer": None, "total_loss_dict": totals,
+        "force_initialize": True, "track_names": names, "num_layers": 2,
+    }  # fmt: skip
+    try:
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    except ImportError:
+        from megatron.core.transformer.moe.moe_utils import track_moe_metrics
+
+        track_moe_metrics(**settings)  # type: ignore[arg-type]
+    else:
+        get_moe_metrics_tracker().report(**settings)
+    return {name: float(total) for name, total in totals.items()}

@@ -13,7 +13,7 @@ from megatron_dcp.cost import pack_of
 from megatron_dcp.plan import Placement
 from megatron_dcp.planner.registry import Draft, PlanRequest, register, strategy_names
 
-NAME = "test-mix"
+NAME, FIRST = "test-mix", "test-first"
 
 
 def mix(request: PlanRequest, parameter: str | None) -> Draft:
@@ -59,3 +59,33 @@ def register_mix() -> str:
     if NAME not in strategy_names():
         register(NAME, parameter="nothing")(mix)
     return NAME
+
+
+def first(request: PlanRequest, parameter: str | None) -> Draft:
+    """Every sample alone on data rank 0: the others have nothing but dummies."""
+    cost = request.cost
+    mode = cost.modes(1)[0]
+    placements = []
+    for slot in range(len(request.workload.lengths)):
+        pack = pack_of(request.profile, request.workload, [slot])
+        placements.append(
+            Placement(
+                slot=slot,
+                first_rank=0,
+                degree=1,
+                samples=(slot,),
+                scheme=mode.scheme,
+                inner_degree=mode.inner_degree,
+                recompute=0,
+                time_us=cost.time_us(pack, 1, mode, 0),
+                bytes=cost.bytes(pack, 1, mode, 0),
+            )
+        )
+    return Draft(placements=placements, algorithm="first")
+
+
+def register_first() -> str:
+    """Register once per process; returns the strategy's name."""
+    if FIRST not in strategy_names():
+        register(FIRST, parameter="nothing")(first)
+    return FIRST

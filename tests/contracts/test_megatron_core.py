@@ -172,6 +172,11 @@ def test_planned_equals_static_on_the_newer_core(own_megatron_pool: WorkerPool, 
         ({"fault": "fraction"}, "fractional loss weights"),
         ({"fault": "end"}, "iterator ended before"),
         ({"fault": "lengths"}, "items without lengths"),
+        ({"fault": "loader"}, "data-parallel rank 1: OSError: the disk is gone"),
+        ({"cp": 2, "fault": "context"}, "data-parallel rank 0: OSError: the disk is gone"),
+        ({"pp": 2, "fault": "stage"}, "stage 1, context rank 0 reads other samples"),
+        ({"forward": "mean"}, "found 2 values: a mean over a microbatch depends on the plan"),
+        ({"forward": "nested"}, "forward step nested_forward of tests.contracts.megatron_losses"),
     ],
 )
 def test_refused_on_every_rank_before_the_first_step(
@@ -181,7 +186,7 @@ def test_refused_on_every_rank_before_the_first_step(
     results = megatron_pool.run(2, "tests.contracts.megatron_cases:refused", **case)
     for result in results:
         assert text in result["error"]
-        assert result["kind"] in ("AdapterError", "PlanError", "ConfigError")
+        assert result["kind"] in ("AdapterError", "AgreementError", "PlanError", "ConfigError")
         assert result["steps"] == 0
 
 
@@ -250,6 +255,53 @@ def test_a_window_of_two_microbatches_fits_where_one_and_a_half_do_not(
     case = {"pp": 2, "strategy": "static", "flight": 2.01}
     for result in megatron_pool.run(2, "tests.contracts.megatron_cases:refused", **case):
         assert (result["error"], result["steps"]) == ("", 1)
+
+
+@pytest.mark.parametrize("newer", [False, True])
+def test_ranks_with_dummies_only_join_the_log_of_balance_losses(
+    megatron_pool: WorkerPool, own_megatron_pool: WorkerPool, newer: bool
+) -> None:
+    """Megatron reduces each loss over groups that a rank knows once it has recorded one."""
+    names = ["seq_load_balancing_loss", "global_load_balancing_loss"]
+    both = {
+        **EXPERTS, "moe_router_load_balancing_type": ["seq_aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [0.1, 0.1],
+    }  # fmt: skip
+    pool = own_megatron_pool if newer else megatron_pool
+    results = pool.run(2, "tests.contracts.megatron_experts:logged", names=names, ep=2, model=both)
+    for first, second in results:
+        assert set(first) == set(second) == set(names)
+        assert 0 < first["seq_load_balancing_loss"] < second["seq_load_balancing_loss"]
+        assert 0 < first["global_load_balancing_loss"] < second["global_load_balancing_loss"]
+    assert results[0][0] == results[1][0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case"),
+    [(2, {"plans": "mix"}), (2, {"plans": "first"}), (4, {"plans": "mix", "pp": 2})],
+)
+def test_an_evaluation_reports_sums_over_the_global_batch(
+    megatron_pool: WorkerPool, ranks: int, case: dict[str, Any]
+) -> None:
+    """One report: Megatron's mean over microbatches (--sft) would count dummies and the plan."""
+    results = megatron_pool.run(ranks, "tests.contracts.megatron_cases:evaluate", **case)
+    for result in results:
+        if not result["last"]:
+            assert result["planned"] == []
+            continue
+        ((loss, count),) = result["planned"]
+        ((static_loss, static_count),) = result["static"]
+        assert count == static_count
+        assert abs(loss - static_loss) <= 2e-6 * static_loss
+
+
+@pytest.mark.parametrize(("case", "ranks"), [({"etp": 2}, 2), ({"ep": 2}, 2), ({}, 1)])
+def test_expert_tokens_that_travel_make_a_lockstep_domain(
+    megatron_pool: WorkerPool, case: dict[str, int], ranks: int
+) -> None:
+    """Expert tensor parallelism wider than the attention's spreads tokens over data ranks, too."""
+    target = "tests.contracts.megatron_cases:lockstep"
+    assert megatron_pool.run(2, target, **case) == [ranks] * 2
 
 
 def test_a_rerun_of_a_step_gives_the_same_bits(megatron_pool: WorkerPool) -> None:

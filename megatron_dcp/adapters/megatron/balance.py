@@ -24,6 +24,7 @@ from megatron_dcp.adapters.megatron.versions import installed_version
 from megatron_dcp.dist import sum_by_sample, sum_over_block
 
 SEQUENCE = "seq_aux_loss"
+LOGGED = "seq_load_balancing_loss"  # Megatron's name of it
 
 
 def version_share(router: Any) -> float:
@@ -61,12 +62,12 @@ class SampleBalance(StandIn):
                 probs, scores_for_aux_loss, routing_map, seq_length, bsz, **kwargs
             )
             return out
-        if ctx.dummy:
-            return probs
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         router = self.router
         coefficient = float(router.get_aux_loss_coeff(SEQUENCE))
+        if ctx.dummy:  # it joins the log: Megatron reduces that over groups that the entry names
+            return self.log(probs, coefficient, probs.new_zeros(()), LOGGED)
         start = self.first_row(len(probs))
         counts = sum_by_sample(routing_map.float(), ctx, start).detach()
         counts = sum_over_block(counts, ctx, "moe")
@@ -78,4 +79,4 @@ class SampleBalance(StandIn):
         scale = coefficient * float(router.config.num_moe_experts) / router.topk
         probs = MoEAuxLossAutoScaler.apply(probs, self.share * scale * each.sum())
         shown = (scale * each / tokens).sum()
-        return self.log(probs, coefficient, shown, "seq_load_balancing_loss")
+        return self.log(probs, coefficient, shown, LOGGED)

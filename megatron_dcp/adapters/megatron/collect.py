@@ -9,8 +9,9 @@ wrong on one rank is raised on all of them, before the first collective of the s
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from megatron_dcp.adapters.megatron.samples import WEIGHT, Sample, check_weights
 from megatron_dcp.dist import gather_bytes
 from megatron_dcp.errors import AdapterError, MdcpError
 
+log = logging.getLogger("megatron_dcp")
+
 Reader = Callable[[Mapping[str, object]], list[Sample]]
 FieldSpec = tuple[str, torch.dtype, tuple[int, ...]]  # name, dtype, shape of one token
 
@@ -30,13 +33,15 @@ class StepData:
     """The step's samples: lengths and owners of all, tensors of those read here.
 
     mine is None on ranks without an iterator. fields: the per-token fields of every sample.
+    trouble: why this rank cannot run the step, where the table came too early to tell it.
     """
 
     lengths: tuple[int, ...]
     owners: tuple[int, ...]
     fields: tuple[FieldSpec, ...]
     weight: float
-    mine: dict[int, Sample] | None = field(default=None)
+    mine: dict[int, Sample] | None = None
+    trouble: str | None = None
 
 
 def iterators_of(data_iterator: Any) -> list[Any]:
@@ -73,6 +78,9 @@ def _read(
         return [], f"the data iterator ended before the {count} microbatches of the step"
     except MdcpError as error:
         return [], str(error)
+    except Exception as error:  # of a loader or a reader: the other ranks must hear of it
+        log.exception("this rank could not read its samples")
+        return [], f"{type(error).__name__}: {error}"
     return samples, None
 
 
@@ -126,16 +134,22 @@ def collect(domain: Domain, data_iterator: Any, count: int, reader: Reader) -> S
             trouble = "another pipeline stage or tensor rank could not read its data; see its log"
     table = None
     if domain.tp_rank == 0 and domain.pp_rank == 0:
-        headers = gather_bytes(domain.world, _header(samples or [], trouble))
+        payloads = gather_bytes(domain.world, _header(samples or [], trouble))
+        headers = [json.loads(x) for x in payloads]
+        troubles = [
+            f"data-parallel rank {r // domain.cp}: {x['trouble']}"
+            for r, x in enumerate(headers)
+            if x["trouble"]
+        ]
         # Static CP ranks hold the same samples: the first of each group speaks for it.
-        table = b"[" + b",".join(headers[:: domain.cp]) + b"]"
-    rows = json.loads(_broadcast(domain, table))
-    troubles = [
-        f"data-parallel rank {r}: {x['trouble']}" for r, x in enumerate(rows) if x["trouble"]
-    ]
-    if troubles:
-        raise AdapterError("the step cannot start, no rank has begun it. " + "; ".join(troubles))
-    return _step_data(domain, rows, samples)
+        body = {"rows": headers[:: domain.cp], "troubles": list(dict.fromkeys(troubles))}
+        table = json.dumps(body).encode()
+    told = json.loads(_broadcast(domain, table))
+    if told["troubles"]:
+        raise AdapterError(
+            "the step cannot start, no rank has begun it. " + "; ".join(told["troubles"])
+        )
+    return _step_data(domain, told["rows"], samples)
 
 
 def _step_data(
@@ -155,15 +169,17 @@ def _step_data(
         )
     fields = next(row["fields"] for row in rows if row["fields"])
     mine: dict[int, Sample] | None = None
+    trouble = None
     if samples is not None:
         dp_rank, cp_rank = divmod(domain.world.rank, domain.cp)
         found = [len(s["tokens"]) for s in samples]
         if found != rows[dp_rank]["lengths"]:
-            # Only a later stage can differ from the first, whose table this is.
-            raise AdapterError(
-                f"data-parallel rank {dp_rank}: stage {domain.pp_rank} reads other samples than "
-                f"the first stage ({len(found)} of {sum(found)} tokens here, "
-                f"{len(rows[dp_rank]['lengths'])} there); data sets must be equal on all stages"
+            # A later stage or CP rank: the table is that of the first.
+            trouble = (
+                f"data-parallel rank {dp_rank}: stage {domain.pp_rank}, context rank {cp_rank} "
+                f"reads other samples than the first ({len(found)} of {sum(found)} tokens here, "
+                f"{len(rows[dp_rank]['lengths'])} of {sum(rows[dp_rank]['lengths'])} there); data "
+                "sets must be equal on all of them"
             )
         first = firsts[dp_rank]
         mine = {first + i: s for i, s in enumerate(samples)} if cp_rank == 0 else {}
@@ -173,4 +189,5 @@ def _step_data(
         fields=tuple((n, getattr(torch, dtype), tuple(shape)) for n, dtype, shape in fields),
         weight=sum(s["weight"] for s in rows),
         mine=mine,
+        trouble=trouble,
     )

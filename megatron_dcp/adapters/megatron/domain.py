@@ -89,11 +89,12 @@ def _lockstep(planes: list[list[int]], expert_groups: list[list[int]]) -> int:
 
 
 def expert_group(ps: Any) -> Any:
-    """The group inside which expert tokens travel, or None without expert parallelism."""
-    if ps.get_expert_model_parallel_world_size() == 1:
-        return None
-    wide = getattr(ps, "get_expert_tensor_and_model_parallel_group", None)
-    return wide() if wide is not None else ps.get_expert_model_parallel_group()
+    """The group inside which expert tokens travel, or None where they stay on their rank.
+
+    Expert tensor parallelism alone makes them travel, too: it may be wider than that of the rest.
+    """
+    group = ps.get_expert_tensor_and_model_parallel_group()
+    return None if dist.get_world_size(group) == 1 else group
 
 
 def build_domain(*, timeout_s: float | None = None) -> Domain:

@@ -30,6 +30,7 @@ from megatron_dcp.errors import AdapterError
 from megatron_dcp.plan import StepPlan
 
 GLOBAL = "global_aux_loss"
+LOGGED = "global_load_balancing_loss"  # Megatron's name of it
 
 log = logging.getLogger("megatron_dcp")
 
@@ -106,16 +107,15 @@ class GlobalBalance(StandIn):
         if ctx is None:
             out: Tensor = self.stock(probs, scores_for_aux_loss, routing_map, **kwargs)
             return out
-        if ctx.dummy:
-            return probs
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
         whole = self.frequencies
         assert whole.counts is not None
         coefficient = float(self.router.get_aux_loss_coeff(GLOBAL))
+        if ctx.dummy:  # it joins the log: Megatron reduces that over groups that the entry names
+            return self.log(probs, coefficient, probs.new_zeros(()), LOGGED, over_data=True)
         rows, layer = self.real_rows(ctx, len(probs)), int(self.router.layer_number) - 1
         whole.counts[layer] += routing_map[:rows].sum(0)
         loss = (scores_for_aux_loss[:rows].float() * whole.weights[layer]).sum() * coefficient
         probs = MoEAuxLossAutoScaler.apply(probs, loss)
-        name = "global_load_balancing_loss"
-        return self.log(probs, coefficient, loss * whole.log_scale, name, over_data=True)
+        return self.log(probs, coefficient, loss * whole.log_scale, LOGGED, over_data=True)

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcp.adapters.megatron.attention import packed_params
@@ -16,6 +17,7 @@ from megatron_dcp.adapters.megatron.collect import FieldSpec
 from megatron_dcp.adapters.megatron.domain import Domain
 from megatron_dcp.adapters.megatron.slots import Slot
 from megatron_dcp.dist import PlacementContext, make_context
+from megatron_dcp.errors import AdapterError
 from megatron_dcp.plan import Placement, StepPlan
 
 LossFunc = Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]
@@ -107,6 +109,22 @@ def _with_positions(
     return _batched(full, rows)
 
 
+class Peek:
+    """An iterator over one microbatch that can be looked at first."""
+
+    def __init__(self, iterator: Iterator[Microbatch]) -> None:
+        self._next = next(iterator)
+
+    def peek(self) -> Microbatch:
+        return self._next
+
+    def __iter__(self) -> Peek:
+        return self
+
+    def __next__(self) -> Microbatch:
+        return self._next
+
+
 def sum_loss(
     loss_mask: Tensor, output_tensor: Tensor, model: Any = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -119,18 +137,47 @@ def sum_loss(
 
 
 def loss_of(forward_step: Callable[..., Any] | None) -> LossFunc:
-    """The loss function of the script whose forward step was given, else `sum_loss`.
+    """The loss function of the script whose forward step was given; `sum_loss` without one.
 
     A script such as pretrain_gpt.py defines `loss_func(loss_mask, output_tensor, model=None)` next
-    to its forward step; it is kept, with its checks for NaN and spikes.
+    to its forward step; it is kept, with its checks for NaN and spikes. Raises AdapterError for a
+    forward step without it: what else it does to the loss cannot be seen from outside.
     """
-    scope = getattr(forward_step, "__globals__", {})
-    found = scope.get("loss_func")
-    if callable(found):
+    if forward_step is None:
+        return sum_loss
+    function: Any = forward_step
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    found = getattr(function, "__globals__", {}).get("loss_func")
+    named = "loss_func" in getattr(getattr(function, "__code__", None), "co_names", ())
+    if named and callable(found):
         names = list(inspect.signature(found).parameters)
-        if names[:2] == ["loss_mask", "output_tensor"]:
+        if len(names) > 1 and names[0] == "loss_mask":
             return found  # type: ignore[no-any-return]
-    return sum_loss
+    raise AdapterError(
+        f"forward step {getattr(function, '__qualname__', repr(function))} of "
+        f"{getattr(function, '__module__', '?')}: looked for a loss_func(loss_mask, output_tensor) "
+        "of its module that it uses, found none. Name a forward step for planned microbatches: "
+        "--mdcp-forward-step package.module:function, or MegatronDcp(forward_step=...)"
+    )
+
+
+def per_token(loss: LossFunc) -> LossFunc:
+    """`loss`, refused unless it gives a sum over tokens, their number and a report."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        out = loss(*args, **kwargs)
+        if not isinstance(out, tuple) or len(out) != 3:
+            found = f"{len(out)} values" if isinstance(out, tuple) else type(out).__name__
+            raise AdapterError(
+                f"loss function: looked for (sum over tokens, number of tokens, report), found "
+                f"{found}: a mean over a microbatch depends on the plan. Return the sum and the "
+                "number of weighted tokens, as Megatron's per-token loss does"
+            )
+        return out
+
+    return checked
 
 
 def gpt_forward_step(loss: LossFunc, iterator: Iterator[Microbatch], model: Any) -> Any:
@@ -145,3 +192,24 @@ def gpt_forward_step(loss: LossFunc, iterator: Iterator[Microbatch], model: Any)
         packed_seq_params=mb.packed,
     )
     return output, partial(loss, mb.get("loss_mask"))
+
+
+def summed_reports(domain: Domain, reports: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An evaluation's reports as one, where each is (sum, number of tokens) by name.
+
+    Summed over microbatches and data ranks: with --sft Megatron takes the mean of every microbatch
+    and then over ranks, which depends on the plan and counts dummies; of one report that is the
+    same on every rank both of its ways give the mean over tokens. Collective over the plane.
+    Reports of another shape are left as they are.
+    """
+    if not reports or any(
+        not isinstance(x, Tensor) or x.numel() != 2 for report in reports for x in report.values()
+    ):
+        return reports
+    out = {}
+    for name in reports[0]:
+        total = torch.stack([r[name].detach().view(-1).double() for r in reports]).sum(0)
+        if domain.world.size > 1:
+            dist.all_reduce(total, group=domain.world.group)
+        out[name] = total.to(reports[0][name].dtype)
+    return [out]

@@ -26,11 +26,13 @@ from megatron_dcp.adapters.megatron.domain import Domain, build_domain
 from megatron_dcp.adapters.megatron.experts import follow_experts, uses_global_loss
 from megatron_dcp.adapters.megatron.frequencies import ExpertFrequencies
 from megatron_dcp.adapters.megatron.microbatch import (
-    LossFunc,
     Microbatch,
+    Peek,
     build_microbatches,
     gpt_forward_step,
     loss_of,
+    per_token,
+    summed_reports,
 )
 from megatron_dcp.adapters.megatron.pricing import model_profile
 from megatron_dcp.adapters.megatron.recompute import Recompute
@@ -112,7 +114,7 @@ class MegatronDcp:
             if not forward_only:
                 assert self.last_plan is not None
                 self._frequencies.begin(self.last_plan, num_microbatches)
-            step = self._forward_step(loss_of(forward_step_func), chunks)
+            step = self._forward_step(forward_step_func, chunks)
             many = len(chunks) > 1
             try:
                 out = forward_backward(
@@ -132,10 +134,12 @@ class MegatronDcp:
             finally:
                 for settings in self._recompute:
                     settings.restore()
-            if not forward_only:
-                self._frequencies.end()
-                if self.after_step is not None:
-                    self.after_step(self.state_dict())
+            if forward_only:
+                assert self._domain is not None
+                return summed_reports(self._domain, out)
+            self._frequencies.end()
+            if self.after_step is not None:
+                self.after_step(self.state_dict())
             return out
 
         planned.mdcp_planned = True  # type: ignore[attr-defined]
@@ -204,7 +208,7 @@ class MegatronDcp:
         assert domain is not None
         data = collect(domain, data_iterator, count, self.reader)
         plan = self._make_plan(domain, data)
-        agree(domain.world, plan, data.weight)
+        agree(domain.world, plan, data.weight, data.trouble)
         domain.world.ensure_groups(ulysses_blocks(plan))
         if not forward_only:
             self._steps += 1
@@ -266,24 +270,30 @@ class MegatronDcp:
             _share(domain, shards, data.fields)
         return dict(zip(numbers, shards, strict=True))
 
-    def _forward_step(self, loss: LossFunc, chunks: Sequence[Any]) -> Callable[..., Any]:
-        """The forward step given to the schedule: recomputation first, then the model."""
-        inner = self.forward_step or functools.partial(gpt_forward_step, loss)
+    def _forward_step(
+        self, script: Callable[..., Any] | None, chunks: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """The forward step given to the schedule: recomputation first, then the model.
+
+        script: the forward step of the unplanned run, whose loss function is kept.
+        """
+        inner = self.forward_step or functools.partial(gpt_forward_step, loss_of(script))
         settings = {id(chunk): s for chunk, s in zip(chunks, self._recompute, strict=True)}
         stage_layers = [_layers(chunk) for chunk in chunks]
         layers = dict(zip(settings, stage_layers, strict=True))
         total = max(1, sum(stage_layers))
 
-        def step(iterator: _Peek, model: Any, *args: Any) -> Any:
+        def step(iterator: Peek, model: Any, *args: Any) -> Any:
             mb = iterator.peek()
             self._placement = mb.context.placement
             own = layers[id(model)]
             share = -(-mb.recompute * own // total)  # of a chunk, rounded up
             settings[id(model)].apply(share, mb.recompute_kind, own)
-            return inner(iterator, model)
+            output, loss = inner(iterator, model)
+            return output, per_token(loss)
 
         def peeking(iterator: Iterator[Microbatch], model: Any, *args: Any) -> Any:
-            return step(_Peek(iterator), model, *args)
+            return step(Peek(iterator), model, *args)
 
         return peeking
 
@@ -337,22 +347,6 @@ def _share(domain: Domain, shards: Sequence[dict[str, Tensor]], specs: Sequence[
         dist.broadcast(whole, source, group=domain.tp_group)
         for shard, part in zip(shards, torch.split(whole, [len(x) for x in parts]), strict=True):
             shard[name] = part
-
-
-class _Peek:
-    """An iterator over one microbatch that can be looked at first."""
-
-    def __init__(self, iterator: Iterator[Microbatch]) -> None:
-        self._next = next(iterator)
-
-    def peek(self) -> Microbatch:
-        return self._next
-
-    def __iter__(self) -> _Peek:
-        return self
-
-    def __next__(self) -> Microbatch:
-        return self._next
 
 
 def gather_parameters(chunks: Sequence[Any]) -> None:

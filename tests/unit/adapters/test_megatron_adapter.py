@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import types
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from megatron_dcp.adapters.megatron import standins, versions
 from megatron_dcp.adapters.megatron.flags import add_flags, read_flags, refuse_conflicts
+from megatron_dcp.adapters.megatron.microbatch import loss_of, per_token, sum_loss
 from megatron_dcp.adapters.megatron.patchset import Patch, PatchSet
 from megatron_dcp.adapters.megatron.samples import Splitter, check_weights
 from megatron_dcp.adapters.megatron.slots import rank_slots
@@ -37,6 +39,33 @@ def place(slot: int, first: int, degree: int, sample: int, recompute: int = 0) -
         slot=slot, first_rank=first, degree=degree, samples=(sample,), recompute=recompute,
         scheme="ring" if degree > 1 else "local",
     )  # fmt: skip
+
+
+def loss_func(loss_mask: torch.Tensor, output: torch.Tensor) -> Any:
+    return output.sum(), loss_mask.sum(), {}
+
+
+def script_step(iterator: Any, model: Any, extra: int = 0) -> Any:
+    return model, functools.partial(loss_func, iterator)
+
+
+def test_the_loss_of_a_script_is_kept_or_its_forward_step_refused() -> None:
+    assert loss_of(None) is sum_loss
+    assert loss_of(script_step) is loss_func
+    assert loss_of(functools.partial(script_step, extra=1)) is loss_func
+    for unseen in (lambda iterator, model: (model, None), place, print):
+        with pytest.raises(AdapterError, match=r"that it uses, found none\. Name a forward step"):
+            loss_of(unseen)
+
+
+@pytest.mark.parametrize(
+    ("out", "found"),
+    [((1, {}), "2 values"), ((1, 2, 3, 4), "4 values"), (torch.zeros(3), "Tensor")],
+)
+def test_a_loss_is_a_sum_a_count_and_a_report(out: Any, found: str) -> None:
+    assert per_token(lambda x, scale: (x, scale, {}))(1, scale=2) == (1, 2, {})  # type: ignore[arg-type, comparison-overlap]
+    with pytest.raises(AdapterError, match=f"found {found}"):
+        per_token(lambda: out)()
 
 
 RAGGED = [place(0, 0, 1, 0, 2), place(1, 0, 1, 1), place(2, 0, 2, 2, 3), place(0, 2, 1, 3)]
