@@ -7,13 +7,14 @@ measured profile (`mdcp profile`) predicts better and is used in its place when 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from megatron_dcp.cost import CostProfile
+from megatron_dcp.cost import CostProfile, digest
 from megatron_dcp.cost.derive import profile
 from megatron_dcp.cost.hardware import Hardware, hardware
 from megatron_dcp.cost.models import ModelSpec
@@ -22,6 +23,7 @@ from megatron_dcp.plan import Topology
 from megatron_dcp.runtime.backend import Backend, unwrap
 
 _ADVICE = "run `mdcp profile` and pass its file as `cost`, or pass a preset's name or a CostProfile"
+_SOURCE = "analytic, cost=auto"
 _BOUNDLESS = 10**15  # the preset's own check of the state is replaced by a count below
 
 
@@ -49,8 +51,27 @@ def auto_profile(model: nn.Module, backend: Backend, topology: Topology) -> Cost
         found,
         static_bytes=held,
         budget_bytes=hw.budget_bytes,
-        fingerprint={"hardware": hw.name, "model": spec.name, "source": "analytic, cost=auto"},
+        fingerprint={"hardware": hw.name, "model": spec.name, "source": _SOURCE},
     )
+
+
+def cost_mark(profile: CostProfile, topology: Topology, backend: Backend) -> dict[str, Any]:
+    """What a checkpoint says of the profile that its plans were made with."""
+    mark: dict[str, Any] = {"name": profile.name, "digest": digest(profile)}
+    if profile.fingerprint.get("source") == _SOURCE:
+        mark["automatic"] = dict(profile.fingerprint)
+        mark["for"] = [topology.data_ranks, topology.ranks_per_node, backend.name]
+    return mark
+
+
+def same_cost(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a run may go on with the profile of `now`: the same one, or the automatic one of the
+    same model and device for other ranks or another wrapper, which it is made anew for."""
+    if (saved.get("name"), saved.get("digest")) == (now["name"], now["digest"]):
+        return True
+    automatic = saved.get("automatic")
+    same = automatic is not None and automatic == now.get("automatic")
+    return same and saved.get("for") != now["for"]
 
 
 def _switched(found: CostProfile) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""Exact resume: model, optimizer, scheduler, sampler position, strategy, cost profile, RNG key.
+"""Exact resume: model, optimizer, scheduler, sampler position, strategy, cost profile.
+
+Random numbers need no state: they follow from the seed that the script gives, the step and the
+sample (`runtime.rng`).
 
 A checkpoint is a folder `step-NNNNNNNN` with two files: `tensors.safetensors` (full tensors by
 fully qualified name, so it loads at another number of ranks and under another wrapper) and
@@ -18,6 +21,7 @@ import json
 import os
 import re
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "mdcp.checkpoint/1"
 TENSORS, STATE = "tensors.safetensors", "state.json"
+_COUNTS, _PAIRS = "mdcp.counts", "mdcp.pairs"  # keys that stand for a mapping in `state.json`
 _NAME = re.compile(r"step-(\d{8})")
 # Saving: global rank 0 alone gets the tensors, in its CPU memory; the others get nothing.
 _SAVE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -199,13 +204,38 @@ def _restore(engine: Engine, folder: Path, body: Mapping[str, Any]) -> None:
     if engine.scaler is not None and body.get("scaler") is not None:
         engine.scaler.load_state_dict(body["scaler"])
     if engine.scheduler is not None:
-        engine.scheduler.load_state_dict(body["scheduler"])
+        engine.scheduler.load_state_dict(_from_json(body["scheduler"]))
 
 
 def _scheduler_state(engine: Engine) -> Any:
     if engine.scheduler is None:
         return None
-    return {k: v for k, v in engine.scheduler.state_dict().items() if not callable(v)}
+    state = engine.scheduler.state_dict()
+    return _to_json({k: v for k, v in state.items() if not callable(v)})
+
+
+def _to_json(value: Any) -> Any:
+    """Mappings with other keys than strings as pairs: JSON would make strings of the keys.
+
+    MultiStepLR counts its milestones by step number, alone or inside SequentialLR.
+    """
+    if isinstance(value, Mapping):
+        if all(isinstance(k, str) for k in value):
+            return {k: _to_json(v) for k, v in value.items()}
+        kind = _COUNTS if isinstance(value, Counter) else _PAIRS
+        return {kind: [[_to_json(k), _to_json(v)] for k, v in value.items()]}
+    return [_to_json(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_from_json(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    for kind, make in ((_COUNTS, Counter), (_PAIRS, dict)):
+        if set(value) == {kind}:
+            return make({_from_json(k): _from_json(v) for k, v in value[kind]})
+    return {k: _from_json(v) for k, v in value.items()}
 
 
 def _part(folder: Path) -> Path:

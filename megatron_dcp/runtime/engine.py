@@ -22,6 +22,7 @@ from megatron_dcp.dist import DataWorld, PlanPost
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Placement, StepPlan, Topology, lockstep_ranks
 from megatron_dcp.planner import PlanRequest, check_strategy, make_plan
+from megatron_dcp.runtime.autocost import cost_mark, same_cost
 from megatron_dcp.runtime.backend import Backend, touch
 from megatron_dcp.runtime.driver import make_driver
 from megatron_dcp.runtime.ema import Ema
@@ -370,18 +371,18 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """What the plans of a resumed run depend on: strategy, cost profile, lowered budget."""
-        from megatron_dcp.cost import digest
-
         return {
             "strategy": self.planner.strategy,
-            "cost": {"name": self.profile.name, "digest": digest(self.profile)},
+            "cost": cost_mark(self.profile, self.topology, self.backend),
             "budget_limit": self.budget_limit,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse to go on with another strategy or cost profile: plans would differ."""
         mine = self.state_dict()
-        wrong = [k for k in ("strategy", "cost") if state.get(k) != mine[k]]
+        cost = same_cost(state.get("cost") or {}, mine["cost"])
+        same = {"strategy": state.get("strategy") == mine["strategy"], "cost": cost}
+        wrong = [k for k, equal in same.items() if not equal]
         if wrong:
             raise ConfigError(
                 "the checkpoint was written with "

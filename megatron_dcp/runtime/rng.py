@@ -9,6 +9,7 @@ So the shards of a sample agree, a plan change changes nothing, and recomputatio
 * `sample_dropout(seed)`: while it is on, `torch.nn.functional.dropout` (so `nn.Dropout`) on tensors
   whose rows are the microbatch's tokens draws this way, and so does `mdcp.attention(dropout_p=...)`
   on attention probabilities. The site is the number of the call inside the microbatch's forward.
+  After `switch_rows` the rows are taken for those of its target.
 
 Dropout of attention probabilities inside a trainer's own fused kernel is not covered.
 """
@@ -35,6 +36,7 @@ from megatron_dcp.dist.randomness import (
 )
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.ops import make_rng_key
+from megatron_dcp.schemes.grid import Layout, current_layout, grid_rows, set_current_layout
 
 
 def _signed(value: int) -> int:
@@ -67,14 +69,21 @@ def _uniform(bits: Tensor, dtype: torch.dtype) -> Tensor:
 class SampleGenerator:
     """Numbers for the rows of one microbatch on this rank; see `sample_generator`."""
 
-    def __init__(self, context: PlacementContext, seed: int, site: int) -> None:
+    def __init__(
+        self, context: PlacementContext, seed: int, site: int, layout: Layout = "own"
+    ) -> None:
         self.context = context
         self.key = make_rng_key(seed, site, context.step)
+        self.samples, self.positions = context.sample_ids, context.position_ids
+        if layout != "own":
+            rows = grid_rows(layout, placement=context)
+            self.samples = context.sample_keys[rows.sample_index]
+            self.positions = rows.position_ids
 
     def _rows(self, stream: int) -> Tensor:
         """Hashed bits of each local row, [t] int64."""
-        samples = mix(self.context.sample_ids ^ _signed(self.key & (2**64 - 1)))
-        return mix(mix(samples + self.context.position_ids) + stream)
+        samples = mix(self.samples ^ _signed(self.key & (2**64 - 1)))
+        return mix(mix(samples + self.positions) + stream)
 
     def _bits(self, features: int, stream: int) -> Tensor:
         rows = self._rows(stream)
@@ -94,7 +103,7 @@ class SampleGenerator:
 
     def per_sample(self, count: int = 1, *, dtype: torch.dtype = torch.float32) -> Tensor:
         """[t, count], uniform in (0, 1), equal for all tokens of a sample: timesteps, masks."""
-        samples = mix(self.context.sample_ids ^ _signed(self.key & (2**64 - 1)))
+        samples = mix(self.samples ^ _signed(self.key & (2**64 - 1)))
         return self._sample_numbers(samples, count, dtype)
 
     def of_samples(self, count: int = 1, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -138,17 +147,18 @@ class _SampleDropout(TorchFunctionMode):
         if not training or p == 0.0 or context is None:
             return F.dropout(input, p, training, inplace)
         site = next_dropout_site(context)
-        rows = context.position_ids.shape[0]
+        generator = SampleGenerator(context, self.seed, site, current_layout(context))
+        rows = generator.positions.shape[0]
         shape = (
             input.shape[1:] if input.shape[0] != rows and input.shape[:1] == (1,) else input.shape
         )
         if not shape or shape[0] != rows:
             raise ConfigError(
                 f"sample_dropout: dropout number {site} of the microbatch is on a tensor of shape "
-                f"{tuple(input.shape)}; its rows must be the {rows} tokens of the microbatch"
+                f"{tuple(input.shape)}; its rows must be the {rows} tokens that this rank holds in "
+                f"layout {current_layout(context)!r}"
             )
         features = math.prod(shape[1:])
-        generator = SampleGenerator(context, self.seed, site)
         keep = (generator.uniform(features, dtype=torch.float64) >= p).view(input.shape)
         return torch.where(keep, input / (1.0 - p), 0.0) if p < 1.0 else input * 0.0
 
@@ -164,22 +174,28 @@ def sample_dropout(seed: int) -> Iterator[None]:
         yield
 
 
-def dropout_state() -> tuple[int, int] | None:
-    """(seed, next site) while sample dropout is on; what a recomputed layer needs."""
+def dropout_state() -> tuple[int, int, Layout] | None:
+    """(seed, next site, layout) while sample dropout is on; what a recomputed layer needs."""
     context, seed = current_or_none(), dropout_seed()
-    return None if context is None or seed is None else (seed, dropout_site(context))
+    if context is None or seed is None:
+        return None
+    return seed, dropout_site(context), current_layout(context)
 
 
 @contextmanager
-def restored_dropout(state: tuple[int, int] | None) -> Iterator[None]:
-    """Draw again what was drawn from `state` on, and leave the count as it was."""
+def restored_dropout(state: tuple[int, int, Layout] | None) -> Iterator[None]:
+    """Draw again what was drawn from `state` on, and leave the count as it was.
+
+    The layout stays as the layer leaves it: in the first forward the next layer goes on from there.
+    """
     context = current_or_none()
     if state is None or context is None:
         yield
         return
-    seed, site = state
+    seed, site, layout = state
     after = dropout_site(context)
     set_dropout_site(context, site)
+    set_current_layout(context, layout)
     try:
         with sample_dropout(seed):
             yield

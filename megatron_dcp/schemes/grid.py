@@ -37,6 +37,7 @@ from megatron_dcp.schemes.registry import AttentionOptions
 Axis = Literal["space", "time"]
 Layout = Literal["own", "space", "time"]
 Ints = NDArray[np.int64]
+_CURRENT = "grid layout now"  # in PlacementContext.cache
 
 
 class GridRows(NamedTuple):
@@ -212,10 +213,21 @@ def switch_rows(
             f"switch_rows from {source!r} to {target!r}: {x.shape[0]} rows given, this rank holds "
             f"{rows} in that layout"
         )
+    set_current_layout(ctx, target)
     if source == target:
         return x
     out: Tensor = _SwitchRows.apply(x, ctx, source, target)  # type: ignore[no-untyped-call]
     return out
+
+
+def current_layout(ctx: PlacementContext) -> Layout:
+    """The layout that the last switch of this forward left: which tokens a hidden row is."""
+    layout: Layout = ctx.cache.get(_CURRENT, "own")
+    return layout
+
+
+def set_current_layout(ctx: PlacementContext, layout: Layout) -> None:
+    ctx.cache[_CURRENT] = layout
 
 
 def layout_rows(ctx: PlacementContext, layout: str) -> int:

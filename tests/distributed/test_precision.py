@@ -124,6 +124,40 @@ def test_average_and_scale_are_resumed(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("kind", ["milestones", "sequence"])
+def test_a_schedule_by_step_numbers_is_resumed(tmp_path: Path, kind: str) -> None:
+    """Its state counts milestones by number, and JSON has strings for keys only."""
+    from torch.optim.lr_scheduler import LinearLR, MultiStepLR, SequentialLR
+
+    from megatron_dcp.runtime.checkpoint import load_checkpoint, save_checkpoint
+
+    def made() -> tuple[Any, Any]:
+        model = TinyModel()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scheduler: Any = MultiStepLR(optimizer, [3, 3, 4], 0.5)
+        if kind == "sequence":
+            scheduler = SequentialLR(optimizer, [LinearLR(optimizer), scheduler], [1])
+        engine = mdcp.initialize(model, optimizer, scheduler=scheduler, cost=tiny_profile())
+        data = Samples(random_lengths(0, 12, 20), 0)
+        return engine, engine.dataloader(data, global_batch_size=2, lengths="lengths", epochs=2)
+
+    def rates(engine: Any, loader: Any, steps: int) -> list[float]:
+        out = []
+        for _ in range(steps):
+            run_step(engine, next(iter(loader)))
+            out.append(engine.optimizer.param_groups[0]["lr"])
+        return out
+
+    straight = rates(*made(), 6)
+    engine, loader = made()
+    first = rates(engine, loader, 2)
+    save_checkpoint(engine, loader, tmp_path)
+    engine, loader = made()
+    load_checkpoint(engine, loader, tmp_path)
+    assert first + rates(engine, loader, 4) == straight
+    assert len(set(straight)) > 2
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

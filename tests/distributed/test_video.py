@@ -47,6 +47,19 @@ def test_causal_in_time_and_rows_of_the_other_axis(pool: WorkerPool) -> None:
             assert r["error"] <= TOLERANCE, r["where"]
 
 
+def test_dropout_in_a_switched_layout_is_of_the_tokens(pool: WorkerPool) -> None:
+    """Where counts of rows agree, too: [4, 4, 4] is cut evenly in every layout."""
+    for shapes in ([[4, 4, 4]], SHAPES, FEW):
+        case = {"shapes": shapes, "scheme": "local", "inner": 1}
+        (alone,) = pool.run(1, f"{CASES}:dropped", **case)
+        for degree, scheme, inner in ((2, "ring", 1), (2, "ulysses", 2), (3, "allgather", 1)):
+            case = {"shapes": shapes, "scheme": scheme, "inner": inner}
+            together: dict[str, Any] = {}
+            for r in pool.run(degree, f"{CASES}:dropped", **case):
+                together |= r
+            assert together == alone
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("degree", [5, 6, 7, 8])
 def test_grid_attention_on_more_ranks(pool: WorkerPool, degree: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import sys
@@ -49,6 +50,24 @@ def block(world: DataWorld, shapes: list[Shape], scheme: str, inner: int, step: 
     world.ensure_groups([(o * inner, inner) for o in range(world.size // inner) if inner > 1])
     lengths = [math.prod(s) for s in shapes]
     return make_context(world, placement, lengths, shapes=shapes, step=step)
+
+
+def dropped(*, shapes: list[list[int]], scheme: str, inner: int) -> dict[int, list[list[float]]]:
+    """What dropout keeps of this rank's tokens, by token: in rows, columns and own rows in turn."""
+    world, grids = cached_world(), [tuple(s) for s in shapes]
+    ctx = block(world, grids, scheme, inner)
+    kept = []
+    with use_placement(ctx), mdcp.sample_dropout(SEED):
+        for layout in ("space", "time", "own"):
+            x = torch.ones(ctx.rows, 3).double()
+            x = switch_rows(x, source="own", target=layout)
+            x = torch.nn.functional.dropout(x, 0.5, training=True)
+            kept.append(switch_rows(x, source=layout, target="own"))
+    if ctx.filler:
+        return {}
+    first = torch.tensor([0, *itertools.accumulate(ctx.lengths)])[ctx.sample_index]
+    tokens = (first + ctx.position_ids).tolist()
+    return dict(zip(tokens, torch.stack(kept, 1).flatten(1).tolist(), strict=True))
 
 
 def grid_error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,13 @@ from torch import nn
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Topology
 from megatron_dcp.runtime import autocost
-from megatron_dcp.runtime.autocost import auto_profile, model_spec, state_bytes
+from megatron_dcp.runtime.autocost import (
+    auto_profile,
+    cost_mark,
+    model_spec,
+    same_cost,
+    state_bytes,
+)
 from megatron_dcp.runtime.backend import BACKENDS
 
 TWO = Topology(data_ranks=2, ranks_per_node=2)
@@ -50,6 +57,25 @@ def test_profile_is_usable() -> None:
     assert profile.static_bytes == 1600
     assert profile.linear_us_per_token > 0
     assert profile.budget_bytes > 10**9
+
+
+def test_a_run_goes_on_with_the_automatic_profile_of_other_ranks() -> None:
+    """It is made anew for them, so its digest differs; anything else that differs is refused."""
+
+    def mark(ranks: int, wrapper: str = "bare", **config: Any) -> dict[str, Any]:
+        topology = Topology(data_ranks=ranks, ranks_per_node=ranks)
+        found = auto_profile(model(**config), BACKENDS[wrapper], topology)
+        return json.loads(json.dumps(cost_mark(found, topology, BACKENDS[wrapper])))
+
+    two = mark(2)
+    assert len({two["digest"], mark(4)["digest"], mark(2, "fsdp2")["digest"]}) == 3
+    assert all(same_cost(two, now) for now in (mark(2), mark(4), mark(2, "fsdp2")))
+    assert not same_cost(two, mark(2, num_hidden_layers=3))
+    assert not same_cost(two, mark(4, model_type="another"))
+    given = {"name": two["name"], "digest": two["digest"]}  # of a profile that was passed
+    assert same_cost(given, mark(2))
+    assert not same_cost(given, mark(4))
+    assert not same_cost({}, mark(2))
 
 
 def test_models_without_a_config_are_told_what_to_do() -> None:
