@@ -58,6 +58,20 @@ class Sample:
     whole: dict[str, Tensor] = field(default_factory=dict)
     padding: int = 0
 
+    def difference(self, other: Sample) -> str | None:
+        """The first field in which two readings of an item differ, or None."""
+        mine = {**self.inputs, **self.whole, "labels": self.labels, "weights": self.weights}
+        theirs = {**other.inputs, **other.whole, "labels": other.labels, "weights": other.weights}
+        if mine.keys() != theirs.keys():
+            return sorted(mine.keys() ^ theirs.keys())[0]
+        for name, x in mine.items():
+            same = x.shape == theirs[name].shape
+            if not same or not torch.equal(x.nan_to_num(), theirs[name].nan_to_num()):
+                return name
+        if self.documents != other.documents:
+            return "documents"
+        return None if self.prefix == other.prefix else "prefix"
+
     @property
     def length(self) -> int:
         return int(self.labels.shape[0])

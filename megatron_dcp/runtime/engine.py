@@ -241,6 +241,7 @@ class Engine:
     ) -> StepLoader:
         """Steps over a data set that every rank can read; each rank reads only its own samples.
 
+        An item must be a function of its index: the ranks that share a sample each read it.
         lengths: a list, a function of the index, or a name (attribute, column or item key).
         lengths_cache: a file for lengths that have to be measured by reading the items; the ranks
         share the work, and later runs read the file. A data set without length and index is

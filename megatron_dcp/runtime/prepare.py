@@ -92,6 +92,20 @@ class _Clipped:
         return clip_item(self._dataset[index], self._lengths[index], self._per_sample)
 
 
+def _same(found: Sample, again: Sample, index: int) -> bool:
+    """True; raises ConfigError where an item is another one when it is read again.
+
+    Each rank of a block reads the item itself and takes its own tokens of it.
+    """
+    if field := found.difference(again):
+        raise ConfigError(
+            f"item {index} of the data set was read twice and its {field!r} differs: ranks that "
+            "share a sample would mix several draws of it. Make an item a function of its index "
+            "(draw masks, crops and noise from a generator seeded by the index and the epoch)"
+        )
+    return True
+
+
 class StepPreparer:
     """Everything that makes a step before ranks have to agree on it."""
 
@@ -119,6 +133,7 @@ class StepPreparer:
         self.min_microbatches, self.closing_dummy = min_microbatches, closing_dummy
         self.weight_dtype = weight_dtype
         self.max_length, self.shape_quantum = max_length, shape_quantum
+        self._repeats = False  # whether an item was seen to be the same when read again
 
     def longest(self) -> list[int]:
         """Dataset indices of the heaviest batch that could be drawn: the longest samples."""
@@ -246,7 +261,11 @@ class StepPreparer:
 
         def sample(i: int) -> Sample:
             index, length = prepared.indices[i], plan.lengths[i]
-            found = read_sample(dataset, index, min(length, self._length(index)), self.read)
+            length_read = min(length, self._length(index))
+            found = read_sample(dataset, index, length_read, self.read)
+            if shared and not self._repeats:
+                again = read_sample(dataset, index, length_read, self.read)
+                self._repeats = _same(found, again, index)
             return padded_sample(found, length)
 
         rank, weight = self.world.rank, 0.0
@@ -257,6 +276,7 @@ class StepPreparer:
             closing_dummy=self.closing_dummy,
         )
         for work in schedule:
+            shared = work.placement.degree > 1
             if work.dummy:
                 samples, keys = [dummy_sample(sample(0))], [-1]
             else:

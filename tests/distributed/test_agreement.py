@@ -47,6 +47,15 @@ def test_an_unreadable_sample_stops_all_ranks_and_is_named(pool: WorkerPool) -> 
         assert r["type"] in ("SampleError", "AgreementError")
 
 
+def test_items_that_are_drawn_at_every_reading_are_refused(pool: WorkerPool) -> None:
+    """A sample of several ranks would be put together of several draws."""
+    results = pool.run(4, CASE, fault="drawn")
+    for r in results:
+        assert "read twice and its 'input_ids' differs" in r["error"]
+        assert "a function of its index" in r["error"]
+        assert r["done"] == 0
+
+
 def test_a_planner_that_fails_on_one_rank_stops_all(pool: WorkerPool) -> None:
     results = pool.run(2, CASE, fault="planner")
     assert [r["type"] for r in results] == ["AgreementError", "RuntimeError"]

@@ -22,14 +22,17 @@ from megatron_dcp.testing.plans import plan_request, random_plan, tiny_profile
 
 
 class Torn(Samples):
-    """One sample of it cannot be read."""
+    """One sample of it cannot be read; or all are drawn anew at every reading."""
 
-    torn = -1
+    torn, drawn = -1, False
 
     def __getitem__(self, index: int) -> Any:
         if index == self.torn:
             raise OSError("disk error 5")
-        return super().__getitem__(index)
+        item = dict(super().__getitem__(index))
+        if self.drawn:
+            item["input_ids"] = torch.randint(0, 64, item["input_ids"].shape)
+        return item
 
 
 def disagreement(*, fault: str, odd: int = 1) -> dict[str, Any]:
@@ -41,6 +44,7 @@ def disagreement(*, fault: str, odd: int = 1) -> dict[str, Any]:
         lengths = [9, 4, 31, 7, 12, 5, 9, 9]
     data = Torn([9] * 8 if fault == "order" else lengths, 0)
     data.torn = 2 if fault == "unreadable" else -1
+    data.drawn = fault == "drawn"
 
     def make(request: PlanRequest) -> StepPlan:
         plan = random_plan(request, 3)
