@@ -190,6 +190,7 @@ def test_only_transformers_models_are_prepared() -> None:
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
         ({"packing": True}, "the planner packs"),
         ({"loss_type": "dft"}, "loss_type='dft'"),
+        ({"activation_offloading": True}, "activation_offloading=True"),
     ],
 )
 def test_trainer_settings_that_plans_change_are_refused(
@@ -200,7 +201,8 @@ def test_trainer_settings_that_plans_change_are_refused(
     class Planned(MdcpTrainerMixin, Trainer):
         pass
 
-    trl = {k: v for k, v in arguments.items() if k in ("packing", "loss_type")}
+    of_trl = ("packing", "loss_type", "activation_offloading")
+    trl = {k: v for k, v in arguments.items() if k in of_trl}
     own = {k: v for k, v in arguments.items() if k not in trl}
     args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **own)
     for name, value in trl.items():  # as an SFTConfig has them
@@ -209,3 +211,30 @@ def test_trainer_settings_that_plans_change_are_refused(
         Planned(model=tiny_model("llama"), args=args)
     with pytest.raises(ConfigError, match="unknown"):
         Planned(model=tiny_model("llama"), args=args, mdcp={"stratgey": "dcp"})
+
+
+def test_a_loss_or_step_that_would_not_be_called_is_refused(tmp_path: Path) -> None:
+    """A distillation loss in `compute_loss` would train plain cross-entropy without a word."""
+    from transformers import Trainer, TrainingArguments
+
+    class Weighted(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+    class Stepping(Trainer):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            raise NotImplementedError
+
+    class Own(MdcpTrainerMixin, Weighted):
+        def mdcp_loss(self, model: Any, step: Any, mb: Any) -> Any:
+            raise NotImplementedError
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none")
+    for base, message in (
+        (Weighted, r"Weighted\.compute_loss: .* override mdcp_loss"),
+        (Stepping, r"Stepping\.training_step: .* before MdcpTrainerMixin"),
+    ):
+        planned = type("Planned", (MdcpTrainerMixin, base), {})
+        with pytest.raises(AdapterError, match=message):
+            planned(model=tiny_model("llama"), args=args)
+    Own(model=tiny_model("llama"), args=args)

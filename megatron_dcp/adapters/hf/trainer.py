@@ -212,10 +212,44 @@ def _options(value: TrainerOptions | dict[str, Any] | None) -> TrainerOptions:
     return TrainerOptions(**(value or {}))
 
 
+def _bypassed(trainer: Any) -> list[str]:
+    """Overrides of the stock loss and step that training would silently leave out."""
+    classes = type(trainer).__mro__
+    wrong: list[str] = []
+    loss = _owner(classes, "compute_loss")
+    if type(trainer).mdcp_loss is MdcpTrainerMixin.mdcp_loss and not _stock(loss):
+        wrong.append(
+            f"{loss.__name__}.compute_loss: a step does not call it; override "
+            "mdcp_loss(model, step, mb) with that loss as a sum over local tokens"
+        )
+    step = _owner(classes[classes.index(MdcpTrainerMixin) + 1 :], "training_step")
+    if not _stock(step):
+        wrong.append(
+            f"{step.__name__}.training_step: the mixin's replaces it; put it into a class before "
+            "MdcpTrainerMixin and let it call super().training_step"
+        )
+    return wrong
+
+
+def _owner(classes: tuple[type, ...], method: str) -> type:
+    return next(c for c in classes if method in vars(c))
+
+
+def _stock(owner: type) -> bool:
+    """Whether a class is one of those whose loss and step the mixin stands in for."""
+    module = owner.__module__
+    return module.startswith("transformers.") or module == "trl.trainer.sft_trainer"
+
+
 def _check_arguments(trainer: Any) -> None:
     """Refuse settings whose meaning a plan would change, naming each."""
     args = trainer.args
-    wrong: list[str] = []
+    wrong = _bypassed(trainer)
+    if getattr(args, "activation_offloading", False):
+        wrong.append(
+            "activation_offloading=True: it acts in TRL's training_step, which the plan's replaces; "
+            "leave it out, the plan recomputes where memory is short"
+        )
     if getattr(args, "packing", False):
         wrong.append("packing=True: the planner packs; set packing=False")
     if getattr(args, "loss_type", "nll") != "nll":
