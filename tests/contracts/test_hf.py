@@ -188,6 +188,7 @@ def test_only_transformers_models_are_prepared() -> None:
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"train_sampling_strategy": "group_by_length"}, "group_by_length"),
         ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance"),
+        ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5\.0"),
         ({"packing": True}, "the planner packs"),
         ({"loss_type": "dft"}, "loss_type='dft'"),
         ({"activation_offloading": True}, "activation_offloading=True"),

@@ -250,6 +250,11 @@ def _check_arguments(trainer: Any) -> None:
             "activation_offloading=True: it acts in TRL's training_step, which the plan's replaces; "
             "leave it out, the plan recomputes where memory is short"
         )
+    if args.neftune_noise_alpha is not None:
+        wrong.append(
+            f"neftune_noise_alpha={args.neftune_noise_alpha}: its noise is scaled by the rows that "
+            "share a microbatch and drawn per microbatch; leave it out"
+        )
     if getattr(args, "packing", False):
         wrong.append("packing=True: the planner packs; set packing=False")
     if getattr(args, "loss_type", "nll") != "nll":
