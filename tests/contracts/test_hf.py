@@ -30,6 +30,14 @@ from megatron_dcp.testing.pool import WorkerError, WorkerPool
 MODEL = "megatron_dcp.testing.cases.hf:model_case"
 TRAINER = "megatron_dcp.testing.cases.trainers:trainer_case"
 NIGHTLY = {"mistral", "phi3", "olmo2", "granite", "cohere", "qwen3-moe"}
+_TINY: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2,
+}  # fmt: skip
+_OPT: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "word_embed_proj_dim": 32,
+}  # fmt: skip
 STEP = 0.1  # learning rate at which a parameter may move apart by 2.4e-7
 
 
@@ -175,6 +183,32 @@ def test_models_that_depend_on_the_plan_are_refused(changes: Any, message: str) 
         setattr(model.config, key, value)
     with pytest.raises(AdapterError, match=message):
         prepare(model)
+
+
+def test_random_draws_of_modules_are_refused() -> None:
+    """A dropout that only the LoRA layers or a function call have, noise on a router."""
+    import peft
+    import transformers
+
+    def lora(p: float) -> Any:
+        config = peft.LoraConfig(r=2, lora_dropout=p, target_modules=["q_proj"])
+        return peft.get_peft_model(tiny_model("llama"), config)
+
+    with pytest.raises(AdapterError, match=r"q_proj\.lora_dropout.* and 1 more modules.*: 0\.1"):
+        prepare(lora(0.1))
+    prepare(lora(0.1), allow_dropout=True)
+    prepare(lora(0.0))
+    with pytest.raises(AdapterError, match=r"jitter_noise=0\.1"):
+        prepare(tiny_model("mixtral", router_jitter_noise=0.1), allow_dropout=True)
+    phimoe = transformers.PhimoeConfig(**_TINY, num_local_experts=2, router_jitter_noise=0.0)
+    with pytest.raises(AdapterError, match="sparsemixer"):
+        prepare(transformers.PhimoeForCausalLM(phimoe))
+    opt = transformers.OPTConfig(**_OPT, dropout=0.0, layerdrop=0.2)
+    with pytest.raises(AdapterError, match=r"layerdrop=0\.2"):
+        prepare(transformers.OPTForCausalLM(opt), allow_dropout=True)
+    seed = transformers.SeedOssConfig(**_TINY, head_dim=16)
+    with pytest.raises(AdapterError, match=r"'residual_dropout': 0\.1"):
+        prepare(transformers.SeedOssForCausalLM(seed))
 
 
 def test_only_transformers_models_are_prepared() -> None:

@@ -16,18 +16,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megatron_dcp.adapters.hf.attention import KEYWORD, NAME, register
+from megatron_dcp.adapters.hf.checks import check_model
 from megatron_dcp.adapters.hf.loss import FusedHead, fuse_head, token_losses
-from megatron_dcp.adapters.hf.moe import router_settings, sample_balance_loss, unsupported_layers
+from megatron_dcp.adapters.hf.moe import router_settings, sample_balance_loss
 from megatron_dcp.adapters.hf.rope import fix_rotary
 from megatron_dcp.adapters.hf.vision import ROW, ImageRows, follow_images, image_inputs
 from megatron_dcp.dist import PlacementContext
 from megatron_dcp.errors import AdapterError
 
 _TOWERS = ("vision_config", "audio_config", "vq_config")
-_DROPOUTS = (
-    "attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout",
-    "embedding_dropout", "resid_dropout", "dropout",
-)  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -57,7 +54,7 @@ def prepare(model: Any, *, fused_loss: bool = True, allow_dropout: bool = False)
         return found
     base = base_model(model)
     register()
-    _check(base, allow_dropout)
+    check_model(base, model, allow_dropout)
     towers = [name for name in _TOWERS if getattr(base.config, name, None) is not None]
     if towers:
         base.set_attn_implementation(
@@ -91,26 +88,6 @@ def base_model(model: Any) -> Any:
             f"{type(model).__name__}; for a model of your own call mdcp.attention(q, k, v)"
         )
     return inner
-
-
-def _check(model: Any, allow_dropout: bool) -> None:
-    name = type(model).__name__
-    kinds = unsupported_layers(model)
-    if kinds:
-        raise AdapterError(
-            f"{name} has layers of kind {', '.join(kinds)}, which carry state along the sequence "
-            "or cut it into fixed chunks; full and sliding attention are supported"
-        )
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise AdapterError(f"{name} is an encoder-decoder; decoder-only models are supported")
-    config = text_config(model)
-    active = {k: v for k in _DROPOUTS if (v := getattr(config, k, 0.0)) not in (None, 0, 0.0)}
-    if active and not allow_dropout:
-        raise AdapterError(
-            f"{name} has dropout {active}; its masks are drawn per microbatch and would depend on "
-            "the plan. Set it to 0 in the config, or pass allow_dropout=True to accept that "
-            "(attention dropout is never accepted)"
-        )
 
 
 def forward_losses(

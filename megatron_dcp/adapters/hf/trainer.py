@@ -247,7 +247,7 @@ def _check_arguments(trainer: Any) -> None:
     wrong = _bypassed(trainer)
     if getattr(args, "activation_offloading", False):
         wrong.append(
-            "activation_offloading=True: it acts in TRL's training_step, which the plan's replaces; "
+            "activation_offloading=True: it acts in TRL's training_step, which the mixin replaces; "
             "leave it out, the plan recomputes where memory is short"
         )
     if args.neftune_noise_alpha is not None:
