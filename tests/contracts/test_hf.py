@@ -211,6 +211,19 @@ def test_random_draws_of_modules_are_refused() -> None:
         prepare(transformers.SeedOssForCausalLM(seed))
 
 
+def test_models_that_see_the_next_token_are_refused() -> None:
+    """Labels are shifted by one: a masked language model would learn something else."""
+    import transformers
+
+    config = {k: v for k, v in _TINY.items() if k != "num_key_value_heads"}
+    config |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    with pytest.raises(AdapterError, match="masked language model"):
+        prepare(transformers.BertForMaskedLM(transformers.BertConfig(**config)))
+    with pytest.raises(AdapterError, match="is_decoder=False"):
+        prepare(transformers.BertLMHeadModel(transformers.BertConfig(**config)))
+    prepare(transformers.BertLMHeadModel(transformers.BertConfig(**config, is_decoder=True)))
+
+
 def test_only_transformers_models_are_prepared() -> None:
     with pytest.raises(AdapterError, match=r"mdcp\.attention"):
         prepare(torch.nn.Linear(2, 2))

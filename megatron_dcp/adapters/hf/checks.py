@@ -11,6 +11,10 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from megatron_dcp.adapters.hf.moe import unsupported_layers
 from megatron_dcp.errors import AdapterError
@@ -39,6 +43,7 @@ def check_model(model: Any, outer: nn.Module, allow_dropout: bool) -> None:
         )
     if getattr(model.config, "is_encoder_decoder", False):
         raise AdapterError(f"{name} is an encoder-decoder; decoder-only models are supported")
+    _check_causal(model)
     noise = _noise(model, outer)
     if noise:
         raise AdapterError(
@@ -52,6 +57,23 @@ def check_model(model: Any, outer: nn.Module, allow_dropout: bool) -> None:
             f"{name} has dropout {active}; its masks are drawn per microbatch and would depend on "
             "the plan. Set it to 0 in the config (of LoRA: lora_dropout), or pass "
             "allow_dropout=True to accept that (attention dropout is never accepted)"
+        )
+
+
+def _check_causal(model: Any) -> None:
+    """A label is the token after: a model that sees that token would learn to copy it."""
+    name = type(model).__name__
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        both_ways = model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        if both_ways and not getattr(model.config, "is_decoder", False):
+            raise AdapterError(
+                f"{name} attends both ways with is_decoder=False; decoder-only causal language "
+                "models are supported: set is_decoder=True in its config"
+            )
+    elif name in MODEL_FOR_MASKED_LM_MAPPING_NAMES.values():
+        raise AdapterError(
+            f"{name} is a masked language model, whose labels stand at their own tokens; only "
+            "decoder-only causal language models, whose labels are the next tokens, are supported"
         )
 
 
