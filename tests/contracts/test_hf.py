@@ -18,6 +18,8 @@ pytest.importorskip("transformers")
 import torch
 
 from megatron_dcp.adapters.hf import MdcpTrainerMixin, prepare
+from megatron_dcp.adapters.hf.data import CollatedDataset
+from megatron_dcp.dispatch.samples import ReadOptions, read_sample
 from megatron_dcp.dist import packed
 from megatron_dcp.errors import AdapterError, ConfigError
 from megatron_dcp.observe.events import read_events
@@ -170,6 +172,21 @@ def test_dynamic_rope_forgets_other_samples() -> None:
             torch.testing.assert_close(rows, stock(input_ids=part[None]).logits[0])
 
 
+def test_dynamic_rope_of_documents_inside_a_sample() -> None:
+    """Each document is one of its own length at its own positions, and sees no other."""
+    model, stock = tiny_model("llama-dynamic", seed=2), tiny_model("llama-dynamic", seed=2)
+    prepare(model)
+    documents = [5, 40, 6, 12]
+    ids = torch.randint(3, 64, (sum(documents),))
+    positions = torch.cat([torch.arange(n) for n in documents])
+    with torch.no_grad():
+        with packed([45, 18], documents=[[5, 40], [6, 12]]):
+            found = model(input_ids=ids[None], position_ids=positions[None]).logits[0]
+        for part, rows in zip(ids.split(documents), found.split(documents), strict=True):
+            forget_rope(stock)
+            torch.testing.assert_close(rows, stock(input_ids=part[None]).logits[0])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -259,6 +276,87 @@ def test_trainer_settings_that_plans_change_are_refused(
         Planned(model=tiny_model("llama"), args=args)
     with pytest.raises(ConfigError, match="unknown"):
         Planned(model=tiny_model("llama"), args=args, mdcp={"stratgey": "dcp"})
+
+
+@pytest.mark.parametrize("fields", [("position_ids",), ("seq_idx",), ("cu_seq_lens_q",)])
+def test_rows_packed_beforehand_keep_their_documents(fields: tuple[str, ...]) -> None:
+    """Rows as TRL packs and collates them; without boundaries documents would see each other."""
+    from datasets import Dataset
+    from trl import pack_dataset
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    documents = Dataset.from_dict({"input_ids": [[5] * n for n in (6, 4, 3, 7)]})
+    rows = pack_dataset(documents, seq_length=10)
+    whole = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+
+    def collate(items: list[Any]) -> dict[str, Any]:
+        return {k: v for k, v in whole(items).items() if k in ("input_ids", "labels", *fields)}
+
+    found = CollatedDataset(rows, collate)
+    assert [found[i]["documents"] for i in range(2)] == rows["seq_lengths"]
+    for i, lengths in enumerate(rows["seq_lengths"]):
+        wanted = [t for n in lengths for t in range(n)]
+        assert found[i]["position_ids"].tolist() == wanted
+        sample = read_sample(found, i, sum(lengths), ReadOptions())
+        assert sample.documents == tuple(lengths)
+
+
+def test_a_step_of_packed_rows_is_that_of_their_documents(tmp_path: Path) -> None:
+    """TRL's padding-free collator on rows packed beforehand, against the documents one by one."""
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+    from trl import pack_dataset
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    class Planned(MdcpTrainerMixin, Trainer):
+        pass
+
+    ids = [torch.randint(3, 64, (n,)).tolist() for n in (6, 4, 3, 7)]
+    documents = Dataset.from_dict({"input_ids": ids})
+    rows = pack_dataset(documents, seq_length=10)
+    trained = []
+    for data in (documents, rows):
+        args = TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=len(data), max_steps=1, learning_rate=0.1,
+            optim="sgd", use_cpu=True, report_to="none", remove_unused_columns=False,
+            dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = Planned(
+            model=tiny_model("llama", seed=4), args=args, train_dataset=data,
+            data_collator=DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True),
+            mdcp={"cost": "a100-gpt7b"},
+        )  # fmt: skip
+        trainer.train()
+        trained.append(dict(trainer.model.named_parameters()))
+    for name, p in trained[0].items():
+        torch.testing.assert_close(trained[1][name], p, rtol=0.0, atol=2.4e-7)
+
+
+def test_padding_and_single_documents_are_no_boundaries() -> None:
+    row = {
+        "input_ids": torch.tensor([[0, 0, 5, 6, 7, 8, 0]]),
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 0]]),
+        "position_ids": torch.tensor([[1, 1, 0, 1, 0, 1, 1]]),
+    }
+
+    def item(**changes: Any) -> dict[str, Any]:
+        return CollatedDataset([{}], lambda _: {**row, **changes})[0]
+
+    assert item()["documents"] == [2, 2]
+    assert item()["position_ids"].tolist() == [0, 1, 0, 1]
+    alone = item(position_ids=torch.tensor([[1, 1, 0, 1, 2, 3, 1]]))
+    assert "documents" not in alone
+    assert alone["position_ids"].tolist() == [0, 1, 2, 3]
+    images = item(position_ids=torch.zeros(3, 1, 7))
+    assert sorted(images) == ["input_ids"]
+    with pytest.raises(AdapterError, match="jump"):
+        item(position_ids=torch.tensor([[1, 1, 0, 1, 5, 6, 1]]))
+    with pytest.raises(AdapterError, match="attention_mask"):
+        item(attention_mask=torch.tensor([[1, 1, 1, 2, 2, 2, 0]]))
+    with pytest.raises(AdapterError, match="attention_mask"):
+        item(attention_mask=torch.ones(1, 1, 7, 7))
+    with pytest.raises(AdapterError, match="covers 5 tokens"):
+        item(cu_seq_lens_q=torch.tensor([0, 2, 5]))
 
 
 def test_a_loss_or_step_that_would_not_be_called_is_refused(tmp_path: Path) -> None:

@@ -3,20 +3,21 @@
 Stock Transformers takes the length from the largest position it is given. On a shard that is too
 small, in a pack it is the longest sample's, and the module remembers lengths of earlier calls, so
 that the result would depend on the plan and on history. Here every sample gets the frequencies of
-its own whole length, as if it had been run alone by a fresh model.
+its own whole length, as if it had been run alone by a fresh model; so does every document of a
+sample that holds several.
 
 Plain, linear, YaRN and Llama-3 RoPE depend on positions alone and need nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megatron_dcp.dist import current_or_none
+from megatron_dcp.dist import PlacementContext, current_or_none
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -45,6 +46,18 @@ def fix_rotary(model: nn.Module) -> int:
     return fixed
 
 
+def _pieces(ctx: PlacementContext) -> Iterator[tuple[int, int]]:
+    """(rows on this rank, whole length) of each sample, or document of it, in the rows' order."""
+    for span in ctx.shards.ranks[ctx.block_rank]:
+        begin = 0
+        documents = None if ctx.documents is None else ctx.documents[span.sample]
+        for length in documents or (ctx.lengths[span.sample],):
+            rows = min(span.stop, begin + length) - max(span.start, begin)
+            if rows > 0:
+                yield rows, length
+            begin += length
+
+
 class _PerSample:
     """forward(x [1, t, hidden], position_ids [1, t]) -> cos, sin [1, t, D], sample by sample."""
 
@@ -55,14 +68,13 @@ class _PerSample:
         ctx = current_or_none()
         if ctx is None:
             return self.stock(x, position_ids, *args, **kwargs)
-        spans = ctx.shards.ranks[ctx.block_rank]
         at = 0
         cos: list[Tensor] = []
         sin: list[Tensor] = []
-        for span in spans:
-            stop = at + span.stop - span.start
+        for rows, length in _pieces(ctx):
+            stop = at + rows
             # One more position, the sample's last, makes the stock code see its whole length.
-            last = position_ids.new_tensor([[ctx.lengths[span.sample] - 1]])
+            last = position_ids.new_tensor([[length - 1]])
             positions = torch.cat([position_ids[:, at:stop], last], dim=1)
             self._forget()
             c, s = self.stock(x, positions, *args, **kwargs)
