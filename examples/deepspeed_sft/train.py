@@ -13,11 +13,10 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-import megatron_dcp.adapters.hf  # noqa: F401  (registers the attention)
 from megatron_dcp.adapters.deepspeed import initialize
+from megatron_dcp.adapters.hf import microbatch_loss, prepare
 
 HERE = Path(__file__).parent
 
@@ -57,7 +56,8 @@ def main() -> None:
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    model = Qwen2ForCausalLM._from_config(config, attn_implementation="megatron_dcp")
+    model = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa")
+    prepared = prepare(model)
     engine, loader = initialize(
         model=model,
         model_parameters=model.parameters(),
@@ -66,9 +66,7 @@ def main() -> None:
     )
     for index, step in enumerate(loader):
         for mb in step:
-            logits = engine.model(**mb.inputs, use_cache=False).logits
-            loss = F.cross_entropy(logits[0].float(), mb.labels[0], reduction="sum")
-            mb.backward(loss)
+            mb.backward(microbatch_loss(prepared, engine.model, step, mb))
         loss = step.finish()
         if torch.distributed.get_rank() == 0:
             print(f"step {index}  loss {float(loss):.4f}", flush=True)

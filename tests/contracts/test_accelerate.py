@@ -9,8 +9,9 @@ pytest.importorskip("accelerate")
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_dcp.adapters.hf import initialize_accelerate
+from megatron_dcp.adapters.hf import TrainerOptions, initialize_accelerate, prepare
 from megatron_dcp.errors import AdapterError
+from megatron_dcp.testing.hf_models import tiny_model
 from megatron_dcp.testing.pool import WorkerPool
 
 CASE = "megatron_dcp.testing.cases.trainers:accelerate_case"
@@ -50,3 +51,29 @@ def test_settings_that_plans_change_are_refused(changes: dict[str, Any], message
     """Accelerate's own sequence parallelism fixes one degree per process; so it is refused."""
     with pytest.raises(AdapterError, match=message):
         initialize_accelerate(accelerator(**changes), object())
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_models_that_were_not_prepared_are_refused(peft: bool) -> None:
+    """On stock attention each rank's shard would see itself alone, and other samples."""
+    from peft import LoraConfig, get_peft_model
+
+    model = tiny_model("llama")
+    if peft:
+        prepare(model)  # the layers that LoRA adds were not looked at
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(AdapterError, match=r"before accelerator\.prepare"):
+        initialize_accelerate(accelerator(), model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "where"),
+    [
+        ("max_length", 4, "engine.dataloader"),
+        ("fused_loss", False, "prepare"),
+        ("allow_dropout", True, "prepare"),
+    ],
+)
+def test_options_that_are_given_elsewhere_are_refused(name: str, value: Any, where: str) -> None:
+    with pytest.raises(AdapterError, match=f"{name}={value} .give it to {where}"):
+        initialize_accelerate(accelerator(), object(), options=TrainerOptions(**{name: value}))

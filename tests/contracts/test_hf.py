@@ -215,6 +215,11 @@ def test_random_draws_of_modules_are_refused() -> None:
         prepare(lora(0.1))
     prepare(lora(0.1), allow_dropout=True)
     prepare(lora(0.0))
+    config = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj"])
+    base = tiny_model("llama")
+    prepare(base)
+    with pytest.raises(AdapterError, match=r"lora_dropout"):
+        prepare(peft.get_peft_model(base, config))
     with pytest.raises(AdapterError, match=r"jitter_noise=0\.1"):
         prepare(tiny_model("mixtral", router_jitter_noise=0.1), allow_dropout=True)
     phimoe = transformers.PhimoeConfig(**_TINY, num_local_experts=2, router_jitter_noise=0.0)

@@ -1,5 +1,6 @@
 """Accelerate: prepared model, optimizer and scheduler under a per-step plan.
 
+    prepared = prepare(model)
     model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
     engine = initialize_accelerate(accelerator, model, optimizer, scheduler)
     for step in engine.dataloader(...):
@@ -14,9 +15,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from transformers import PreTrainedModel
+
 import megatron_dcp as mdcp
 from megatron_dcp.adapters.hf.options import TrainerOptions
+from megatron_dcp.adapters.hf.prepare import mark_of
 from megatron_dcp.errors import AdapterError
+
+# Options that are given elsewhere in a loop of one's own.
+_ELSEWHERE = {
+    "max_length": "engine.dataloader", "fused_loss": "prepare", "allow_dropout": "prepare",
+}  # fmt: skip
 
 
 def initialize_accelerate(
@@ -30,10 +39,14 @@ def initialize_accelerate(
 ) -> Any:
     """An engine over what `accelerator.prepare` returned. Collective.
 
+    model: a Transformers model must have gone through `prepare` before. options: `max_length` is an
+    argument of `engine.dataloader`, `fused_loss` and `allow_dropout` are arguments of `prepare`.
     max_grad_norm: clip after the reduction (DeepSpeed clips by its own config: leave it out).
     """
     _check(accelerator)
     options = options or TrainerOptions()
+    _check_options(options)
+    _check_prepared(model)
     deepspeed = str(accelerator.distributed_type).endswith("DEEPSPEED")
     # The engine of DeepSpeed steps its own optimizer; what Accelerate returned does nothing there.
     accelerator.gradient_state._set_sync_gradients(True)
@@ -55,6 +68,30 @@ def _plain_scheduler(scheduler: Any, deepspeed: bool) -> Any:
     if deepspeed and name == "DeepSpeedSchedulerWrapper":
         return None
     return inner
+
+
+def _check_options(options: TrainerOptions) -> None:
+    usual = TrainerOptions()
+    wrong = [
+        f"{name}={getattr(options, name)!r} (give it to {where})"
+        for name, where in _ELSEWHERE.items()
+        if getattr(options, name) != getattr(usual, name)
+    ]
+    if wrong:
+        raise AdapterError("initialize_accelerate does not take " + "; ".join(wrong))
+
+
+def _check_prepared(model: Any) -> None:
+    """A stock Transformers model would attend inside its shard alone, across samples."""
+    from accelerate.utils import extract_model_from_parallel
+
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    base = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    if isinstance(base, PreTrainedModel) and mark_of(inner) is None:
+        raise AdapterError(
+            f"{type(inner).__name__} was not made plan-aware: call "
+            "megatron_dcp.adapters.hf.prepare(model) on it before accelerator.prepare"
+        )
 
 
 def _check(accelerator: Any) -> None:

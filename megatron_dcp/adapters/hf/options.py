@@ -10,7 +10,8 @@ from megatron_dcp.cost import CostProfile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
-    """What the trainer mixin and the Accelerate helper pass on to `mdcp.initialize`.
+    """Options of the trainer mixin, and what the Accelerate helper passes on to `mdcp.initialize`;
+    the latter refuses `max_length`, `fused_loss` and `allow_dropout`, which are given elsewhere.
 
     cost: profile, preset name or profile file. memory: `auto` or GB per rank. max_length: longer
     samples are cut. fused_loss: token losses without whole logits. allow_dropout: accept dropout

@@ -1,8 +1,9 @@
 """Make a Transformers model plan-aware, from outside, and check that it can be.
 
-`prepare(model)` is called by the trainer mixin, the Accelerate helper and `mdcp.initialize`; it is
-idempotent and must run before the model is wrapped. It refuses what would make a gradient depend on
-the plan, each time with the setting to change.
+`prepare(model)` is called by the trainer mixin. In a loop of one's own it must be called by hand,
+before DDP, FSDP2, DeepSpeed or Accelerate wrap the model: `initialize_accelerate` refuses a model
+that did not go through it, `mdcp.initialize` knows nothing of Transformers. It is idempotent, and
+refuses what would make a gradient depend on the plan, each time with the setting to change.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def prepare(model: Any, *, fused_loss: bool = True, allow_dropout: bool = False)
     fused_loss: token losses without whole logits where the model allows it.
     allow_dropout: accept dropout outside attention although its masks depend on the plan.
     """
-    found = getattr(model, "_mdcp_prepared", None)
-    if isinstance(found, Prepared):
+    found = mark_of(model)
+    if found is not None:
         return found
     base = base_model(model)
     register()
@@ -77,6 +78,13 @@ def prepare(model: Any, *, fused_loss: bool = True, allow_dropout: bool = False)
     )
     model._mdcp_prepared = prepared
     return prepared
+
+
+def mark_of(model: Any) -> Prepared | None:
+    """What `prepare` left on this very object. A PEFT model around a prepared one has layers that
+    were not looked at, and would hand out its base's attribute."""
+    found = vars(model).get("_mdcp_prepared") if isinstance(model, nn.Module) else None
+    return found if isinstance(found, Prepared) else None
 
 
 def base_model(model: Any) -> Any:
