@@ -309,32 +309,58 @@ def test_rows_packed_beforehand_keep_their_documents(fields: tuple[str, ...]) ->
 def test_a_step_of_packed_rows_is_that_of_their_documents(tmp_path: Path) -> None:
     """TRL's padding-free collator on rows packed beforehand, against the documents one by one."""
     from datasets import Dataset
-    from transformers import Trainer, TrainingArguments
     from trl import pack_dataset
+
+    ids = [torch.randint(3, 64, (n,)).tolist() for n in (6, 4, 3, 7)]
+    documents = Dataset.from_dict({"input_ids": ids})
+    trained = []
+    for data in (documents, pack_dataset(documents, seq_length=10)):
+        trainer = planned(tmp_path, data, len(data), max_steps=1)
+        trainer.train()
+        trained.append(dict(trainer.model.named_parameters()))
+    for name, p in trained[0].items():
+        torch.testing.assert_close(trained[1][name], p, rtol=0.0, atol=2.4e-7)
+
+
+def planned(path: Path, data: Any, batch: int, **arguments: Any) -> Any:
+    """A Trainer of this process alone, with TRL's collator; plain steps of SGD."""
+    from transformers import Trainer, TrainingArguments
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
     class Planned(MdcpTrainerMixin, Trainer):
         pass
 
-    ids = [torch.randint(3, 64, (n,)).tolist() for n in (6, 4, 3, 7)]
-    documents = Dataset.from_dict({"input_ids": ids})
-    rows = pack_dataset(documents, seq_length=10)
-    trained = []
-    for data in (documents, rows):
-        args = TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=len(data), max_steps=1, learning_rate=0.1,
-            optim="sgd", use_cpu=True, report_to="none", remove_unused_columns=False,
-            dataloader_pin_memory=False,
-        )  # fmt: skip
-        trainer = Planned(
-            model=tiny_model("llama", seed=4), args=args, train_dataset=data,
-            data_collator=DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True),
-            mdcp={"cost": "a100-gpt7b"},
-        )  # fmt: skip
-        trainer.train()
-        trained.append(dict(trainer.model.named_parameters()))
-    for name, p in trained[0].items():
-        torch.testing.assert_close(trained[1][name], p, rtol=0.0, atol=2.4e-7)
+    args = TrainingArguments(
+        str(path), per_device_train_batch_size=batch, learning_rate=0.1, optim="sgd",
+        lr_scheduler_type="constant", logging_steps=1, save_strategy="no", use_cpu=True,
+        report_to="none", remove_unused_columns=False, dataloader_pin_memory=False, **arguments,
+    )  # fmt: skip
+    return Planned(
+        model=tiny_model("llama", seed=4), args=args, train_dataset=data,
+        data_collator=DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True),
+        mdcp={"cost": "a100-gpt7b"},
+    )  # fmt: skip
+
+
+def test_training_goes_on_in_a_second_call(tmp_path: Path) -> None:
+    """With more steps, and with another data set: each is what a new trainer does with it."""
+    from datasets import Dataset
+
+    ids = [torch.randint(3, 64, (n,)).tolist() for n in (6, 4, 3, 7, 5, 8)]
+    first, second = (Dataset.from_dict({"input_ids": x}) for x in (ids[:4], ids[2:]))
+    trainer = planned(tmp_path, first, 2, max_steps=1)
+    trainer.train()
+    trainer.args.max_steps = 3
+    for data in (first, second):
+        trainer.train_dataset = data
+        new = planned(tmp_path, data, 2, max_steps=3)
+        new.model.load_state_dict(trainer.model.state_dict())
+        losses = []
+        for each in (trainer, new):
+            each.train()
+            assert each.state.global_step == 3
+            losses.append([h["loss"] for h in each.state.log_history if "loss" in h][-3:])
+        assert losses[0] == losses[1]
 
 
 def test_padding_and_single_documents_are_no_boundaries() -> None:

@@ -62,6 +62,7 @@ class MdcpTrainerMixin:
                 callback.trainer = self
         self.mdcp_engine: Any = None
         self._mdcp_loader: Any = None
+        self._mdcp_source: Any = None
         self._mdcp_steps: Iterator[Any] | None = None
         self._mdcp_last: Any = None
         self._mdcp_drawn = 0
@@ -142,6 +143,12 @@ class MdcpTrainerMixin:
         trainer: Any = self
         if self.mdcp_engine is None or self.mdcp_engine.model is not model:
             self._mdcp_start(model)
+        if (  # a second `train()` may have another end or another data set
+            self._mdcp_loader is None
+            or self._mdcp_loader.steps != trainer.state.max_steps
+            or self._mdcp_source is not trainer.train_dataset
+        ):
+            self._mdcp_load()
         if (
             self._mdcp_steps is None
             or self._mdcp_loader.position + self._mdcp_drawn != trainer.state.global_step
@@ -154,12 +161,14 @@ class MdcpTrainerMixin:
         return step
 
     def _mdcp_start(self, model: nn.Module) -> None:
+        self.mdcp_engine = mdcp.initialize(model, None, **self.mdcp_options.engine_arguments())
+        self._mdcp_loader = None
+
+    def _mdcp_load(self) -> None:
         trainer: Any = self
         dataset = trainer.train_dataset
         if hasattr(dataset, "column_names"):
             dataset = trainer._remove_unused_columns(dataset, description="Training")
-        options = self.mdcp_options
-        self.mdcp_engine = mdcp.initialize(model, None, **options.engine_arguments())
         seed = trainer.args.data_seed if trainer.args.data_seed is not None else trainer.args.seed
         samples: Any = CollatedDataset(dataset, trainer.data_collator)
         if self.mdcp_prepared.images is not None:
@@ -173,10 +182,11 @@ class MdcpTrainerMixin:
             seed=int(seed),
             shuffle=trainer.args.train_sampling_strategy != "sequential",
             remainder="drop" if trainer.args.dataloader_drop_last else "short",
-            max_length=options.max_length,
+            max_length=self.mdcp_options.max_length,
             batch_dim=True,
             per_sample=getattr(samples, "per_sample", ()),
         )
+        self._mdcp_source = trainer.train_dataset
         self._mdcp_steps = None
         self._mdcp_drawn = 0
 
