@@ -51,6 +51,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-neox": ("GPTNeoXConfig", {"rotary_pct": 0.25}),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, **_MOE}),
+    "jetmoe": (
+        "JetMoeConfig",
+        {
+            "kv_channels": 16,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "output_router_logits": True,
+            "aux_loss_coef": 0.02,
+        },
+    ),
     "qwen3-moe": (
         "Qwen3MoeConfig",
         {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 16, **_MOE},

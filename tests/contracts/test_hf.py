@@ -31,7 +31,7 @@ from megatron_dcp.testing.pool import WorkerError, WorkerPool
 
 MODEL = "megatron_dcp.testing.cases.hf:model_case"
 TRAINER = "megatron_dcp.testing.cases.trainers:trainer_case"
-NIGHTLY = {"mistral", "phi3", "olmo2", "granite", "cohere", "qwen3-moe"}
+NIGHTLY = {"mistral", "phi3", "olmo2", "granite", "cohere", "qwen3-moe", "jetmoe"}
 _TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 2, "num_key_value_heads": 2,
@@ -244,6 +244,15 @@ def test_models_that_see_the_next_token_are_refused() -> None:
     with pytest.raises(AdapterError, match="is_decoder=False"):
         prepare(transformers.BertLMHeadModel(transformers.BertConfig(**config)))
     prepare(transformers.BertLMHeadModel(transformers.BertConfig(**config, is_decoder=True)))
+
+
+def test_every_coefficient_of_a_router_loss_is_found() -> None:
+    assert prepare(tiny_model("jetmoe")).router == (0.02, 4, 2)
+    assert prepare(tiny_model("jetmoe", aux_loss_coef=0.0)).router is None
+    model = tiny_model("llama")
+    model.config.output_router_logits = True
+    with pytest.raises(AdapterError, match="names no coefficient"):
+        prepare(model)
 
 
 def test_only_transformers_models_are_prepared() -> None:

@@ -17,12 +17,23 @@ from torch import Tensor, nn
 from megatron_dcp.dist import PlacementContext, sum_by_sample, sum_over_block
 from megatron_dcp.errors import AdapterError
 
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
 
 def router_settings(config: Any) -> tuple[float, int, int] | None:
     """(coefficient, experts, experts per token) of a model that asks for the loss, else None."""
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    coefficient = getattr(text, "router_aux_loss_coef", None)
-    if not coefficient or not getattr(text, "output_router_logits", False):
+    if not getattr(text, "output_router_logits", False):
+        return None
+    named = (getattr(text, name, None) for name in _COEFFICIENTS)
+    coefficient = next((value for value in named if value is not None), None)
+    if coefficient is None:
+        raise AdapterError(
+            f"{type(text).__name__} sets output_router_logits but names no coefficient of the "
+            f"auxiliary loss ({', '.join(_COEFFICIENTS)}); set output_router_logits to false to "
+            "train without it"
+        )
+    if not coefficient:
         return None
     experts = next(
         (
@@ -34,9 +45,9 @@ def router_settings(config: Any) -> tuple[float, int, int] | None:
     )
     if experts is None:
         raise AdapterError(
-            f"{type(text).__name__} sets router_aux_loss_coef={coefficient} but names no number of "
-            "experts (num_local_experts, num_experts, n_routed_experts); set output_router_logits "
-            "to false to train without the auxiliary loss"
+            f"{type(text).__name__} asks for an auxiliary loss (coefficient {coefficient}) but "
+            "names no number of experts (num_local_experts, num_experts, n_routed_experts); set "
+            "output_router_logits to false to train without it"
         )
     return float(coefficient), experts, int(text.num_experts_per_tok)
 
