@@ -126,7 +126,7 @@ class Driver:
         return flat
 
     def drop(self) -> None:
-        """Forget the gradients of a step that is given up."""
+        """Forget the gradients of a step, float32 sums included."""
         for p in self.module.parameters():
             p.grad = None
         if self.low is not None:

@@ -123,7 +123,7 @@ class StepLoader:
             mb.backward(loss_fn(mb))
         if not self.engine.backend.closing_dummy:
             self.engine.driver.end()
-        self.engine.model.zero_grad(set_to_none=True)
+        self.engine.driver.drop()
         self.engine.open_step = None
         self.engine.beat(IDLE)
         return peak.peak_bytes()

@@ -51,6 +51,17 @@ def test_bfloat16_gradients_are_accumulated_in_float32(pool: WorkerPool, wrapper
         assert r["gradient"][0] < 0.95 * r["exact"]
 
 
+@pytest.mark.parametrize("backend", ["bare", "ddp", "fsdp2", "fsdp2-keep"])
+def test_a_dry_run_leaves_nothing_in_the_first_step(pool: WorkerPool, backend: str) -> None:
+    options = {"wrapper": backend.partition("-")[0]}
+    if backend == "fsdp2-keep":
+        options["backend"] = backend
+    case = f"{CASES}:dry_run_case"
+    dry = pool.run(2, case, dry=True, **options)
+    assert dry == pool.run(2, case, dry=False, **options)
+    assert dry[0]["backend"] == backend
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"wrapper": "ddp"}, {"idle_rank": True, "lockstep": "all"}]
 )

@@ -97,6 +97,25 @@ def accumulation_case(*, wrapper: str, float32: bool, samples: int = 64) -> dict
     }
 
 
+def dry_run_case(*, wrapper: str, backend: str | None = None, dry: bool) -> dict[str, Any]:
+    """The gradient norm of the first step of a bfloat16 model, after a dry run or without one."""
+    data = Samples(random_lengths(5, 12), 5)
+    model = TinyModel(seed=5, dtype=torch.bfloat16)
+    wrapped = wrap(model, wrapper)
+    engine = mdcp.initialize(
+        wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1), cost=tiny_profile(), plan_ahead=0,
+        world=cached_world(), backend=backend, max_grad_norm=1e9,
+    )  # fmt: skip
+    loader = engine.dataloader(data, global_batch_size=6, lengths="lengths")
+    if dry:
+        loader.dry_run(
+            lambda mb: weighted_loss_sum(wrapped(**mb.inputs).float(), mb.labels, mb.weights)
+        )
+    step = next(iter(loader))
+    run_step(engine, step)
+    return {"norm": step.grad_norm, "backend": engine.backend.name}
+
+
 def unused_case(*, wrapper: str = "bare", idle_rank: bool = False, lockstep: str = "auto") -> Any:
     """Which parameters have gradients where only some samples, or none, use some of them."""
     world = cached_world()
