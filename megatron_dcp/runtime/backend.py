@@ -330,6 +330,19 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
+def reshard(model: nn.Module) -> None:
+    """Free what FSDP2 modules have gathered, on this rank alone; elsewhere nothing happens.
+
+    A forward without a backward leaves the root's parameters gathered (kept ones all), and the next
+    forward would run on these instead of what was written to the shards since.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for m in model.modules():
+        if isinstance(m, FSDPModule):
+            m.reshard()
+
+
 def touch(model: nn.Module) -> torch.Tensor:
     """A zero that depends on every trainable parameter: no rank then has an unused parameter.
 

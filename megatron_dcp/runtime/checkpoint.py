@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from megatron_dcp.dist import gather_bytes
 from megatron_dcp.errors import ConfigError, MdcpError
+from megatron_dcp.runtime.backend import reshard
 
 if TYPE_CHECKING:
     from megatron_dcp.runtime.engine import Engine
@@ -185,6 +186,7 @@ def _restore(engine: Engine, folder: Path, body: Mapping[str, Any]) -> None:
     named: dict[str, Any] = {
         n.removeprefix("model/"): x for n, x in tensors.items() if n.startswith("model/")
     }
+    reshard(model)  # torch cannot load into parameters that an evaluation left gathered
     set_model_state_dict(model, named, options=_LOAD)
     if engine.optimizer is not None:
         state: dict[str, dict[str, Any]] = {

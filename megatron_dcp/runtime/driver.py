@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_dcp.errors import AdapterError
-from megatron_dcp.runtime.backend import Backend, is_deepspeed, trainable, unwrap
+from megatron_dcp.runtime.backend import Backend, is_deepspeed, reshard, trainable, unwrap
 from megatron_dcp.runtime.gradients import (
     AllReduce,
     Float32Gradients,
@@ -225,6 +225,7 @@ class FSDP2Driver(Driver):
         from torch.distributed.fsdp import FSDPModule
 
         self._roots = _roots(self.model, FSDPModule)
+        reshard(self.model)  # an evaluation before may have left whole parameters in their place
         if self._on_gloo():
             # gloo has no averaging reduction: sum, then divide.
             for module in self._modules():

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_dcp.errors import ConfigError
+from megatron_dcp.runtime.backend import reshard
 
 
 class Ema:
@@ -21,7 +22,7 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         if not 0.0 <= decay < 1.0:
             raise ConfigError(f"ema_decay={decay!r} must be at least 0 and below 1")
-        self.decay = decay
+        self.decay, self._model = decay, model
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.average = {n: _wide(p.detach()) for n, p in self._params.items()}
 
@@ -43,6 +44,7 @@ class Ema:
 
     @torch.no_grad()
     def _copy(self, values: Mapping[str, Tensor]) -> None:
+        reshard(self._model)
         for name, p in self._params.items():
             p.copy_(values[name])
 

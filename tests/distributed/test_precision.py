@@ -118,6 +118,29 @@ def test_the_average_follows_its_formula_and_is_lent_for_evaluation() -> None:
     assert torch.equal(p, trained)
 
 
+@pytest.mark.parametrize("backend", ["fsdp2", "fsdp2-keep"])
+def test_evaluations_leave_no_gathered_parameters_behind(
+    pool: WorkerPool, tmp_path: Path, backend: str
+) -> None:
+    """FSDP2 keeps gathered what a forward without backward used: averages, or what came before."""
+    case = f"{CASES}:evaluation_case"
+
+    def run(ranks: int, name: str, **options: Any) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = pool.run(
+            ranks, case, directory=str(tmp_path / name), **options
+        )[0]
+        return found
+
+    alone = run(1, "alone", wrapper="bare")
+    plain = run(1, "plain", wrapper="bare", evaluate=False)
+    assert alone["losses"] == plain["losses"]
+    assert plain["losses"][3] == plain["losses"][1], "the step after the checkpoint"
+    found = run(2, "sharded", wrapper="fsdp2", backend=backend)
+    assert len(found["evaluated"]) == 9
+    for name in ("losses", "evaluated"):
+        assert found[name] == pytest.approx(alone[name], rel=1e-9), name
+
+
 def test_average_and_scale_are_resumed(tmp_path: Path) -> None:
     from megatron_dcp.runtime.checkpoint import load_checkpoint, save_checkpoint
 

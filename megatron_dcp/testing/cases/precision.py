@@ -20,7 +20,7 @@ from megatron_dcp.testing.cases.gradients import (
     whole,
     wrap,
 )
-from megatron_dcp.testing.models import TinyModel, weighted_loss_sum
+from megatron_dcp.testing.models import TinyModel, dense_causal, weighted_loss_sum
 from megatron_dcp.testing.plans import tiny_profile
 
 
@@ -188,4 +188,49 @@ def scaler_case(*, wrapper: str, overflow_rank: int | None, steps: int = 3) -> d
     assert engine.ema is not None
     out["ema"] = [float(x.double().sum()) for x in engine.ema.full().values()]
     out["parameters"] = [float(whole(p.detach()).double().sum()) for p in model.parameters()]
+    return out
+
+
+def evaluation_case(
+    *, wrapper: str, backend: str | None = None, evaluate: bool = True, directory: str = ""
+) -> dict[str, Any]:
+    """Steps with an evaluation before, on the averages and after them; then back to the start.
+
+    directory: an empty one for a checkpoint after the first step, which the last step goes on from.
+    """
+    from megatron_dcp.runtime.checkpoint import load_checkpoint, save_checkpoint
+
+    data = Samples(random_lengths(4, 24), 4)
+    model = TinyModel(seed=4)
+    wrapped = wrap(model, wrapper)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.05)
+    ids = torch.arange(12)
+    out: dict[str, Any] = {"losses": [], "evaluated": []}
+
+    def look() -> None:
+        if evaluate:
+            with torch.no_grad():
+                logits = wrapped(ids, torch.arange(len(ids)), dense_causal)
+            out["evaluated"].append(float(logits.square().mean()))
+
+    look()
+    engine = mdcp.initialize(
+        wrapped, optimizer, cost=tiny_profile(), plan_ahead=0, world=cached_world(),
+        backend=backend, ema_decay=0.9,
+    )  # fmt: skip
+    assert engine.ema is not None
+    loader = engine.dataloader(data, global_batch_size=6, lengths="lengths")
+    for k in range(3):
+        out["losses"].append(run_step(engine, next(iter(loader))))
+        if k != 1:
+            look()
+        with engine.ema.applied():
+            look()
+        if k != 1:
+            look()
+        if k == 0:
+            save_checkpoint(engine, loader, directory)
+    load_checkpoint(engine, loader, directory)
+    look()
+    out["losses"].append(run_step(engine, next(iter(loader))))
     return out
