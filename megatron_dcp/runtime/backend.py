@@ -330,6 +330,15 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
+def unstepped(model: nn.Module, optimizer: Any) -> list[str]:
+    """Names of trainable parameters that are in no param group; none where it has no groups."""
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        return []
+    stepped = {p for group in groups for p in group["params"]}
+    return [n for n, p in model.named_parameters() if p.requires_grad and p not in stepped]
+
+
 def reshard(model: nn.Module) -> None:
     """Free what FSDP2 modules have gathered, on this rank alone; elsewhere nothing happens.
 

@@ -147,13 +147,21 @@ class Driver:
             self.low.hand_over()
 
     def step(self) -> None:
-        """Optimizer step and zero_grad."""
+        """Optimizer step, then no gradients."""
         if self.optimizer is None:
             raise AdapterError(
                 "no optimizer was given to initialize(); pass it, or step it yourself"
             )
         self.optimizer.step()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget gradients where an optimizer was given, its own and all others of the model.
+
+        What is in none of its param groups would be reduced once more with the next step.
+        """
         self.optimizer.zero_grad(set_to_none=True)
+        self.drop()
 
 
 class DDPDriver(Driver):

@@ -360,7 +360,7 @@ class Engine:
         if self.scaler is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            self.optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
+            self.driver.clear()
             if step.metrics["skipped"]:
                 return
         elif self.driver.optimizer is not None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.errors import ConfigError
-from megatron_dcp.runtime.backend import is_deepspeed
+from megatron_dcp.runtime.backend import is_deepspeed, unstepped, unwrap
 
 
 def usable_scaler(scaler: Any, optimizer: Any, model: nn.Module) -> Any:
@@ -31,6 +31,11 @@ def usable_scaler(scaler: Any, optimizer: Any, model: nn.Module) -> Any:
         raise ConfigError(
             f"scaler: parameter {low[0]} is float16; keep parameters in float32 and run the model "
             "under torch.autocast(..., dtype=torch.float16)"
+        )
+    if left := unstepped(unwrap(model), optimizer):
+        raise ConfigError(
+            f"scaler: parameter {left[0]} is in no param group of the optimizer, so its gradient "
+            "would stay scaled in the clip norm; add it, or freeze it (requires_grad_(False))"
         )
     return scaler
 

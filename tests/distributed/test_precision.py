@@ -202,3 +202,11 @@ def test_a_schedule_by_step_numbers_is_resumed(tmp_path: Path, kind: str) -> Non
 def test_what_cannot_work_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         start(**options)
+
+
+def test_a_scaler_refuses_parameters_that_it_cannot_unscale() -> None:
+    model = TinyModel(dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
+    model.head.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"embedding\.weight is in no param group"):
+        mdcp.initialize(model, optimizer, cost=tiny_profile(), scaler=torch.amp.GradScaler("cpu"))

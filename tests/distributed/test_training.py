@@ -44,6 +44,19 @@ def test_wrapped_training_equals_one_rank(
         assert r["parameters"] == alone["parameters"]
 
 
+@pytest.mark.parametrize(("ranks", "wrapper"), [(1, "bare"), (2, "bare"), (2, "ddp"), (2, "fsdp2")])
+def test_gradients_that_no_optimizer_steps_do_not_pile_up(
+    pool: WorkerPool, ranks: int, wrapper: str
+) -> None:
+    """As in a loop that clips all parameters and clears all gradients, on any number of ranks."""
+    case = "megatron_dcp.testing.cases.training:unstepped_case"
+    for r in pool.run(ranks, case, wrapper=wrapper):
+        assert r["norms"] == pytest.approx(r["expected"], rel=1e-12)
+        assert min(r["norms"]) > 0.5, "every step is clipped"
+        assert r["error"] <= 1e-13
+        assert r["left"] == []
+
+
 def test_planning_in_line_and_in_the_background_are_equal(
     pool: WorkerPool, alone: dict[str, Any]
 ) -> None:

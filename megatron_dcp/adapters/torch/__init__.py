@@ -24,7 +24,7 @@ from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Topology
 from megatron_dcp.runtime import Engine
 from megatron_dcp.runtime.autocost import auto_profile
-from megatron_dcp.runtime.backend import detect
+from megatron_dcp.runtime.backend import detect, is_deepspeed, unstepped
 from megatron_dcp.runtime.engine import node_ranks
 from megatron_dcp.runtime.fingerprint import model_fingerprint
 from megatron_dcp.runtime.gradients import local_of
@@ -68,18 +68,18 @@ def initialize(
     """An engine for a model. Collective: every rank calls it alike.
 
     model: a module, or one wrapped in DistributedDataParallel or by `fully_shard`; its attention
-    calls `mdcp.attention`. optimizer, scheduler: stepped once per `step.finish()`; without an
-    optimizer gradients are left in place. scaler: a torch.amp.GradScaler for float16 autocast; a
-    step that overflows on any rank is skipped on all. cost: a profile, a preset's name or a profile
-    file. force_cost: use a fitted profile although it was measured on another device or model.
-    backend: how the wrapper is driven, default as found (see runtime.backend). memory: `auto` takes
-    the profile's budget, a number is GB (1e9 bytes) per rank. plan_fn: makes the plan of a
-    PlanRequest instead of `strategy`. lockstep: `auto` takes what the wrapper needs.
-    ranks_per_node: default the launcher's LOCAL_WORLD_SIZE, else all ranks. mesh: a DeviceMesh over
-    all processes with named dimensions, where TP or PP is in use: samples are distributed over
-    data_dims (default those named dp, dp_replicate, dp_shard, cp, data ...), and the first plane's
-    plans go to the others. planes: the same as global ranks of each plane. The rest: see
-    RuntimeConfig and PlannerConfig.
+    calls `mdcp.attention`. optimizer, scheduler: stepped once per `step.finish()`, which then
+    clears the gradients of the whole model; without an optimizer they are left in place. scaler: a
+    torch.amp.GradScaler for float16 autocast; a step that overflows on any rank is skipped on all.
+    cost: a profile, a preset's name or a profile file. force_cost: use a fitted profile although it
+    was measured on another device or model. backend: how the wrapper is driven, default as found
+    (see runtime.backend). memory: `auto` takes the profile's budget, a number is GB (1e9 bytes) per
+    rank. plan_fn: makes the plan of a PlanRequest instead of `strategy`. lockstep: `auto` takes
+    what the wrapper needs. ranks_per_node: default the launcher's LOCAL_WORLD_SIZE, else all ranks.
+    mesh: a DeviceMesh over all processes with named dimensions, where TP or PP is in use: samples
+    are distributed over data_dims (default those named dp, dp_replicate, dp_shard, cp, data ...),
+    and the first plane's plans go to the others. planes: the same as global ranks of each plane.
+    The rest: see RuntimeConfig and PlannerConfig.
     """
     check_calls("optimizer", optimizer, ("step", "zero_grad"))
     check_calls("scheduler", scheduler, ("step",))
@@ -115,7 +115,7 @@ def initialize(
         profile = auto_profile(model, descriptor, topology)
     else:
         profile = _profile(cost, model, device, force=force_cost)
-    return Engine(
+    engine = Engine(
         model=model,
         scaler=scaler,
         optimizer=optimizer,
@@ -129,6 +129,24 @@ def initialize(
         plan_fn=plan_fn,
         stage_group=None if mesh is None else stage_group_of(mesh),
     )
+    if world.rank == 0:
+        _warn_unstepped(engine)
+    return engine
+
+
+def _warn_unstepped(engine: Engine) -> None:
+    """Name trainable parameters that the optimizer will not step."""
+    if is_deepspeed(engine.model):  # its own optimizer steps
+        return
+    left = unstepped(engine.driver.module, engine.optimizer)
+    if left:
+        log.warning(
+            "%d trainable parameters are in no param group of the optimizer: %s%s. Their gradients "
+            "count in the clip norm and are cleared with every step. Freeze them "
+            "(requires_grad_(False)) or add them; to step several optimizers pass none and step "
+            "them after step.finish()",
+            len(left), ", ".join(left[:8]), ", ..." if len(left) > 8 else "",
+        )  # fmt: skip
 
 
 def _gigabytes(memory: str | float) -> float | None:

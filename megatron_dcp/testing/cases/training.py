@@ -11,7 +11,15 @@ import megatron_dcp as mdcp
 from megatron_dcp.dist import DataWorld, LinkPacer
 from megatron_dcp.plan import digest
 from megatron_dcp.testing.cases.attention import cached_world
-from megatron_dcp.testing.cases.gradients import Samples, plan_maker, random_lengths, run_step, wrap
+from megatron_dcp.testing.cases.gradients import (
+    Samples,
+    plan_maker,
+    random_lengths,
+    reference_step,
+    run_step,
+    whole,
+    wrap,
+)
 from megatron_dcp.testing.models import TinyModel
 from megatron_dcp.testing.plans import tiny_profile
 
@@ -71,6 +79,34 @@ def training_case(
         "lr": scheduler.get_last_lr()[0],
         "events": engine.take_events(),
         "communicators": world.communicators,
+    }
+
+
+def unstepped_case(*, wrapper: str = "bare", seed: int = 0, max_norm: float = 0.5) -> Any:
+    """Steps of an optimizer that holds the head alone, beside the usual loop in one process."""
+    data = Samples(random_lengths(seed, 32), seed)
+    model, reference = TinyModel(seed=seed), TinyModel(seed=seed)
+    wrapped = wrap(model, wrapper)
+    engine = mdcp.initialize(
+        wrapped, torch.optim.SGD(model.head.parameters(), lr=0.1), cost=tiny_profile(),
+        plan_fn=plan_maker(None, seed, False), max_grad_norm=max_norm, world=cached_world(),
+    )  # fmt: skip
+    plain = torch.optim.SGD(reference.head.parameters(), lr=0.1)
+    found, expected = [], []
+    for step in engine.dataloader(data, global_batch_size=8, lengths="lengths", seed=seed):
+        run_step(engine, step)
+        found.append(step.grad_norm)
+        reference_step(reference, data, step.indices, "token")
+        norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+        expected.append(float(norm))
+        plain.step()
+        reference.zero_grad()
+    head = whole(model.head.weight.detach())
+    return {
+        "norms": found,
+        "expected": expected,
+        "error": float((head - reference.head.weight).abs().max()),
+        "left": [n for n, p in model.named_parameters() if p.grad is not None],
     }
 
 

@@ -58,6 +58,17 @@ def test_lengths_come_in_any_form(source: Any) -> None:
     assert loader.position == 4
 
 
+def test_parameters_in_no_param_group_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = TinyModel()
+    model.embedding.requires_grad_(False)
+    for stepped in (model, model.layers):
+        optimizer = torch.optim.SGD(stepped.parameters(), lr=0.1)
+        mdcp.initialize(model, optimizer, cost=tiny_profile())
+    (record,) = caplog.records
+    assert "2 trainable parameters" in record.getMessage()
+    assert "head.weight, head.bias." in record.getMessage()
+
+
 def test_batch_dim_adds_a_leading_one() -> None:
     e = engine()
     loader = e.dataloader(Texts([7, 9]), global_batch_size=2, lengths="lengths", batch_dim=True)
