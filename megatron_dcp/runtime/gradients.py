@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 AllReduce = Callable[[Tensor], Tensor]
-_LOW = (torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)  # no types to accumulate gradients in
 
 
 def needs_float32(params: Sequence[nn.Parameter]) -> bool:
     """Whether any parameter has a type in which gradients should not be accumulated."""
-    return any(p.dtype in _LOW for p in params)
+    return any(p.dtype in LOW_PRECISION for p in params)
 
 
 class Float32Gradients:
@@ -31,7 +31,7 @@ class Float32Gradients:
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.sums: dict[nn.Parameter, Tensor] = {}
         for p in params:
-            if p.dtype in _LOW:
+            if p.dtype in LOW_PRECISION:
                 p.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
     def _take(self, p: Tensor) -> None:
@@ -72,7 +72,7 @@ def sum_gradients(
     """Sum over the data ranks, in place; one flat all-reduce per dtype. Collective."""
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for p in params:
-        dtype = torch.float32 if low is not None and p.dtype in _LOW else p.dtype
+        dtype = torch.float32 if low is not None and p.dtype in LOW_PRECISION else p.dtype
         groups.setdefault(dtype, []).append(p)
     for dtype, members in groups.items():
         held = [_held(p, low) for p in members]
@@ -98,11 +98,11 @@ def sum_gradients(
 
 
 def _held(p: nn.Parameter, low: Float32Gradients | None) -> Tensor | None:
-    return low.sums.get(p) if low is not None and p.dtype in _LOW else p.grad
+    return low.sums.get(p) if low is not None and p.dtype in LOW_PRECISION else p.grad
 
 
 def _hold(p: nn.Parameter, grad: Tensor | None, low: Float32Gradients | None) -> None:
-    if low is None or p.dtype not in _LOW:
+    if low is None or p.dtype not in LOW_PRECISION:
         p.grad = grad
     elif grad is None:
         low.sums.pop(p, None)

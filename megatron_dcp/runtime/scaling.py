@@ -1,8 +1,9 @@
 """Loss scaling for float16: torch.amp.GradScaler, with one decision for all ranks.
 
 The scaled losses are summed over ranks like any other; the scale is divided out after the reduction
-and before clipping. Where gradients are sharded each rank sees only its share, so whether anything
-overflowed is agreed over the data ranks: a step is skipped by all or by none.
+and before clipping. Where gradients are sharded, or belong to one plane of TP or PP, each process
+sees only its share, so whether anything overflowed is agreed over all processes: a step is skipped
+by all or by none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.runtime.backend import is_deepspeed, unstepped, unwrap
+from megatron_dcp.runtime.gradients import LOW_PRECISION
 
 
 def usable_scaler(scaler: Any, optimizer: Any, model: nn.Module) -> Any:
@@ -26,12 +28,13 @@ def usable_scaler(scaler: Any, optimizer: Any, model: nn.Module) -> Any:
         raise ConfigError("scaler needs the optimizer: pass it to initialize() as well")
     if is_deepspeed(model):
         raise ConfigError("DeepSpeed scales losses itself: set fp16 in its config, pass no scaler")
-    low = [n for n, p in model.named_parameters() if p.dtype == torch.float16]
-    if low:
-        raise ConfigError(
-            f"scaler: parameter {low[0]} is float16; keep parameters in float32 and run the model "
-            "under torch.autocast(..., dtype=torch.float16)"
-        )
+    trained = [(n, p.dtype) for n, p in unwrap(model).named_parameters() if p.requires_grad]
+    for name, dtype in trained:
+        if dtype in LOW_PRECISION:
+            raise ConfigError(
+                f"scaler: parameter {name} is {str(dtype)[6:]}; keep trained parameters in float32 "
+                "and run the model under torch.autocast(..., dtype=torch.float16)"
+            )
     if left := unstepped(unwrap(model), optimizer):
         raise ConfigError(
             f"scaler: parameter {left[0]} is in no param group of the optimizer, so its gradient "
@@ -50,8 +53,8 @@ def unscale(scaler: Any, optimizer: Any, world: DataWorld) -> bool:
     for x in found:
         local: Any = x
         total = total + (local.full_tensor() if hasattr(local, "full_tensor") else local).to(total)
-    if world.size > 1:
-        dist.all_reduce(total, group=world.group)
+    if world.everyone is not None:
+        dist.all_reduce(total, group=world.everyone)
     for x in found:
         x.fill_(float(total > 0))
     return bool(total > 0)

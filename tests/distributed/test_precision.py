@@ -86,6 +86,18 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: WorkerPool, wrapper
         assert r["rate"] == pytest.approx(0.1 / 3), "the scheduler did not step either"
 
 
+@pytest.mark.parametrize("planes", [[[0], [1]], [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+def test_an_overflow_in_one_plane_skips_the_step_in_all(
+    pool: WorkerPool, planes: list[list[int]]
+) -> None:
+    ranks = sum(map(len, planes))
+    case = f"{CASES}:scaler_case"
+    for r in pool.run(ranks, case, wrapper="bare", overflow_rank=ranks - 1, planes=planes):
+        assert r["skipped"] == [0, 1, 0]
+        assert r["moved"] == [True, False, True]
+        assert r["scales"] == [1024.0, 512.0, 512.0]
+
+
 def test_scaled_steps_are_those_without_a_scaler(pool: WorkerPool) -> None:
     """Scale 1024 is divided out before clipping: the same norms on any wrapper and any ranks."""
     case = f"{CASES}:scaler_case"
@@ -204,9 +216,21 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], text: str) -> None
         start(**options)
 
 
-def test_a_scaler_refuses_parameters_that_it_cannot_unscale() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_scaler_refuses_parameters_that_it_cannot_unscale(dtype: torch.dtype) -> None:
+    """Frozen ones have no gradients: of any type, and in no param group, they are fine."""
     model = TinyModel(dtype=torch.float32)
+    model.head.to(dtype).requires_grad_(False)
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
-    model.head.requires_grad_(False)
+
+    def make() -> Any:
+        scaler = torch.amp.GradScaler("cpu")
+        return mdcp.initialize(model, optimizer, cost=tiny_profile(), scaler=scaler)
+
     with pytest.raises(ConfigError, match=r"embedding\.weight is in no param group"):
-        mdcp.initialize(model, optimizer, cost=tiny_profile(), scaler=torch.amp.GradScaler("cpu"))
+        make()
+    model.embedding.requires_grad_(False)
+    assert make().scaler is not None
+    optimizer.add_param_group({"params": list(model.head.requires_grad_().parameters())})
+    with pytest.raises(ConfigError, match=rf"head\.weight is {str(dtype)[6:]}; keep"):
+        make()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import megatron_dcp as mdcp
+from megatron_dcp.dist import DataWorld
 from megatron_dcp.testing.cases.attention import cached_world
 from megatron_dcp.testing.cases.gradients import (
     Samples,
@@ -155,9 +156,15 @@ def unused_case(*, wrapper: str = "bare", idle_rank: bool = False, lockstep: str
     return {"gradients": seen, "never": model.never.tolist()}
 
 
-def scaler_case(*, wrapper: str, overflow_rank: int | None, steps: int = 3) -> dict[str, Any]:
-    """Steps with a GradScaler; in step 1 the gradients of one rank overflow."""
-    world = cached_world()
+def scaler_case(
+    *,
+    wrapper: str,
+    overflow_rank: int | None,
+    steps: int = 3,
+    planes: list[list[int]] | None = None,
+) -> dict[str, Any]:
+    """Steps with a GradScaler; in step 1 the gradients of one process overflow."""
+    world = cached_world() if planes is None else DataWorld(planes=planes, timeout_s=90)
     data = Samples(random_lengths(1, 24), 1)
     model = TinyModel(seed=1, dtype=torch.float32)
     wrapped = wrap(model, wrapper)
@@ -175,7 +182,7 @@ def scaler_case(*, wrapper: str, overflow_rank: int | None, steps: int = 3) -> d
         before = [whole(p).detach().clone() for p in model.parameters()]
         for mb in step:
             loss = weighted_loss_sum(wrapped(**mb.inputs), mb.labels, mb.weights)
-            if step.index == 1 and world.rank == overflow_rank:
+            if step.index == 1 and world.global_ranks[world.rank] == overflow_rank:
                 loss.register_hook(lambda g: g * float("inf"))  # type: ignore[no-untyped-call]
             mb.backward(loss)
         out["losses"].append(step.finish())
