@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_dcp.adapters.megatron.experts import check_experts
+from megatron_dcp.adapters.megatron.flags import CONFLICTS, GATHERS, OWN_FEATURES, switched_on
 from megatron_dcp.config import MegatronConfig
 from megatron_dcp.errors import AdapterError
 
 NARROW = "its kernels want rows in multiples of 16 and scale by what shares a microbatch"
+OWN_PLANNERS = tuple((name, "it plans the step itself") for name in OWN_FEATURES)
 # Settings of TransformerConfig that want microbatches of one shape, and why.
 FIXED_SHAPES = (
     ("fp8", NARROW),
@@ -29,23 +31,39 @@ def check_model(config: Any, options: MegatronConfig) -> None:
             f"hidden_dropout is {config.hidden_dropout}: Megatron draws it per rank, so its "
             "pattern depends on the plan. Pass --hidden-dropout 0 or --mdcp-allow-plan-dependent"
         )
-    for name, why in FIXED_SHAPES:
-        if getattr(config, name, None):
-            raise AdapterError(
-                f"Megatron model: {name} is {getattr(config, name)!r} and does not run under a "
-                f"plan: {why}. Switch it off or run without --mdcp"
-            )
+    for name, value, why in switched_on(config, (*CONFLICTS, *OWN_PLANNERS, *FIXED_SHAPES)):
+        raise AdapterError(
+            f"Megatron model: {name} is {value!r} and does not run under a plan: {why}. Switch it "
+            "off or run without --mdcp"
+        )
     check_experts(config, options)
-    pipelined = config.pipeline_model_parallel_size > 1
-    if (
-        pipelined
-        and config.virtual_pipeline_model_parallel_size
-        and (not config.overlap_p2p_comm or config.batch_p2p_comm)
-    ):
+    stages = config.pipeline_model_parallel_size
+    if stages == 1 or not config.virtual_pipeline_model_parallel_size:
+        return
+    group = getattr(config, "microbatch_group_size_per_vp_stage", None)
+    if group not in (None, stages):
+        raise AdapterError(
+            f"interleaved pipeline: microbatch_group_size_per_vp_stage is {group}, the pipeline "
+            f"has {stages} stages. Plans have as few microbatches as the lengths allow, in "
+            "multiples of the stages, and Megatron ends at a step that has fewer than a group. "
+            "Leave --microbatch-group-size-per-virtual-pipeline-stage out"
+        )
+    if not config.overlap_p2p_comm or config.batch_p2p_comm:
         raise AdapterError(
             "interleaved pipeline: looked for overlap_p2p_comm=True and batch_p2p_comm=False, "
             f"found {config.overlap_p2p_comm} and {config.batch_p2p_comm} (the core's default). "
             "With two stages Megatron then sends activations and gradients to one rank in one "
             "batch and pairs the one with the other (megatron.training asserts against it, the "
             "core does not); with more stages a planned run was not seen to end. Set both"
+        )
+
+
+def check_wrapping(chunk: Any) -> None:
+    """Raise AdapterError for a model chunk that is wrapped by one of Megatron's FSDPs."""
+    sharded = getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False)
+    if sharded or "FullyShardedDataParallel" in type(chunk).__name__:
+        raise AdapterError(
+            f"Megatron model: found {type(chunk).__name__}, which does not run under a plan: "
+            f"{GATHERS}. Wrap the model in DistributedDataParallel (use_distributed_optimizer "
+            "shards the optimizer's state)"
         )

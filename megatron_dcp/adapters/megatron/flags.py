@@ -10,21 +10,43 @@ import argparse
 import dataclasses
 import types
 import typing
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron_dcp.config import MegatronConfig, PlannerConfig
 from megatron_dcp.errors import AdapterError
 
 # Megatron's own planners: one of the two plans the step, never both.
-OWN_FEATURES = {
-    "dynamic_context_parallel": "--dynamic-context-parallel",
-    "hybrid_context_parallel": "--hybrid-context-parallel",
-    "sequence_packing_scheduler": "--sequence-packing-scheduler",
-}
+OWN_FEATURES = (
+    "dynamic_context_parallel",
+    "hybrid_context_parallel",
+    "sequence_packing_scheduler",
+)
+GRAPHS = "graphs need fixed shapes"
+GATHERS = "it gathers parameters per microbatch"
+# Under which a plan cannot be executed, and why. Names of megatron.training's arguments and, as far
+# as it has them, of TransformerConfig's fields.
+CONFLICTS = (
+    ("use_megatron_fsdp", GATHERS),
+    ("use_torch_fsdp2", GATHERS),
+    ("enable_cuda_graph", GRAPHS),
+    ("external_cuda_graph", GRAPHS),
+    ("cuda_graph_impl", GRAPHS),
+    ("overlap_moe_expert_parallel_comm", "its schedule interleaves two microbatches"),
+    ("multi_latent_attention", "its RoPE is not plan-aware yet"),
+    ("use_legacy_models", "they have no ModuleSpec"),
+    ("mtp_num_layers", "multi-token prediction shifts labels across samples and shards"),
+    ("heterogeneous_layers_config_path", "layers of different cost are not priced"),
+    ("heterogeneous_block_specs", "layers of different cost are not priced"),
+)
 
 
 def _flag(name: str) -> str:
     return f"--mdcp-{name.replace('_', '-')}"
+
+
+def _stock_flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _options(hint: Any) -> tuple[type, list[str] | None]:
@@ -71,39 +93,32 @@ def read_flags(args: Any) -> tuple[PlannerConfig, MegatronConfig]:
     return build(PlannerConfig), build(MegatronConfig)
 
 
+def switched_on(settings: Any, table: Iterable[tuple[str, str]]) -> Iterator[tuple[str, Any, str]]:
+    """(name, value, why) of what is on among the (name, why) of a table.
+
+    settings: arguments of megatron.training or a TransformerConfig; what it has not is off.
+    """
+    for name, why in table:
+        value = getattr(settings, name, None)
+        if value and value != "none":
+            yield name, value, why
+
+
 def refuse_conflicts(args: Any) -> None:
     """Raise AdapterError for flag combinations under which a plan cannot be executed."""
-    for name, flag in OWN_FEATURES.items():
+    for name in OWN_FEATURES:
         if getattr(args, name, None):
             raise AdapterError(
-                f"--mdcp and {flag} are both on: each plans the step. Remove one of the two flags"
+                f"--mdcp and {_stock_flag(name)} are both on: each plans the step. Remove one of "
+                "the two flags"
             )
-    refusals = (
-        ("use_megatron_fsdp", "--use-megatron-fsdp", "it gathers parameters per microbatch"),
-        ("use_torch_fsdp2", "--use-torch-fsdp2", "it gathers parameters per microbatch"),
-        ("enable_cuda_graph", "--enable-cuda-graph", "graphs need fixed shapes"),
-        ("external_cuda_graph", "--external-cuda-graph", "graphs need fixed shapes"),
-        ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm",
-         "its schedule interleaves two microbatches"),
-        ("multi_latent_attention", "--multi-latent-attention", "its RoPE is not plan-aware yet"),
-        ("use_legacy_models", "--use-legacy-models", "they have no ModuleSpec"),
-        ("mtp_num_layers", "--mtp-num-layers",
-         "multi-token prediction shifts labels across shards"),
-        ("heterogeneous_layers_config_path", "--heterogeneous-layers-config-path",
-         "layers of different cost are not priced"),
-    )  # fmt: skip
-    for name, flag, why in refusals:
-        if getattr(args, name, None):
-            raise AdapterError(f"--mdcp does not run with {flag}: {why}. Remove {flag}")
-    graphs = getattr(args, "cuda_graph_impl", "none")
-    if graphs not in (None, "none"):
-        raise AdapterError(
-            f"--mdcp does not run with --cuda-graph-impl {graphs}: graphs need fixed shapes. "
-            "Remove --cuda-graph-impl"
-        )
+    for name, value, why in switched_on(args, CONFLICTS):
+        flag = _stock_flag(name)
+        found = flag if value is True else f"{flag} {value}"
+        raise AdapterError(f"--mdcp does not run with {found}: {why}. Remove {flag}")
     for name in ("attention_dropout", "hidden_dropout"):
         if float(getattr(args, name, 0.0) or 0.0) > 0.0:
-            flag = "--" + name.replace("_", "-")
+            flag = _stock_flag(name)
             raise AdapterError(
                 f"--mdcp with {flag} {getattr(args, name)}: Megatron draws dropout per rank, so "
                 f"its pattern would depend on the plan. Pass {flag} 0"

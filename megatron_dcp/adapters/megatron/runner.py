@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dcp.adapters.megatron.attention import check_followed
-from megatron_dcp.adapters.megatron.checks import check_model
+from megatron_dcp.adapters.megatron.checks import check_model, check_wrapping
 from megatron_dcp.adapters.megatron.collect import FieldSpec, Reader, StepData, collect
 from megatron_dcp.adapters.megatron.domain import Domain, build_domain
 from megatron_dcp.adapters.megatron.experts import follow_experts, uses_global_loss
@@ -159,6 +159,7 @@ class MegatronDcp:
         configs = [get_model_config(chunk) for chunk in chunks]
         check_model(configs[0], self.megatron)
         for chunk in chunks:
+            check_wrapping(chunk)
             check_followed(chunk)
             follow_experts(chunk, self._frequencies)
         domain = build_domain()
