@@ -109,9 +109,10 @@ class MegatronConfig:
     budget where memory_gb does not. split: what is one sample of a row of the data set: `windows`
     (the whole row), `documents`, or `auto` (documents where Megatron's own flags keep them apart).
     no_trim: keep trailing tokens without loss weight. forward_step: `package.module:function`, a
-    forward step of your own instead of GPT's. allow_plan_dependent: run mixtures of experts whose
-    auxiliary loss depends on what shares a microbatch. allow_untested: run a Megatron version
-    outside the table. plan_dir: write every plan there as JSON.
+    forward step of your own instead of GPT's. allow_plan_dependent: run models whose gradients
+    depend on the plan (hidden dropout, router settings that see whole microbatches), with a warning
+    that names them. allow_untested: run a Megatron version outside the table. plan_dir: write every
+    plan there as JSON.
     """
 
     max_tokens_per_rank: int | None = None

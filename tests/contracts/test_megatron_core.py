@@ -229,6 +229,28 @@ def test_plan_dependent_experts_are_refused_by_name(
     assert pool.run(1, target, settings=settings, allowed=True)[0] == [""] * len(cases)
 
 
+def test_experts_that_the_newer_core_cannot_run_apart_are_refused(
+    own_megatron_pool: WorkerPool,
+) -> None:
+    """With the option as well; what 0.16 has of it is in tests/unit/adapters."""
+    hybrid = {**EXPERTS, "moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2,
+              "moe_flex_dispatcher_backend": "hybridep"}  # fmt: skip
+    quantile = {**EXPERTS, "moe_router_load_balancing_type": "quantile_balancing"}
+    settings = [
+        {**quantile, "context_parallel_size": 2},
+        hybrid,
+        {**hybrid, "moe_flex_dispatcher_backend": "ncclep"},
+        {**hybrid, "moe_hybridep_pad_uneven_dispatch_inputs": True},
+        quantile,
+    ]
+    target = "tests.contracts.megatron_experts:refusals"
+    found = own_megatron_pool.run(1, target, settings=settings, allowed=True)[0]
+    assert "quantile_balancing with context_parallel_size 2" in found[0]
+    assert "Pass --moe-hybridep-pad-uneven-dispatch-inputs" in found[1]
+    assert "ncclep makes its buffers for" in found[2]
+    assert found[3:] == ["", ""]
+
+
 def test_a_router_that_is_recomputed_alone_cannot_follow_the_plan(
     megatron_pool: WorkerPool,
 ) -> None:

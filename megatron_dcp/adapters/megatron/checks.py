@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+import torch.distributed as dist
 
 from megatron_dcp.adapters.megatron.experts import check_experts
 from megatron_dcp.adapters.megatron.flags import CONFLICTS, GATHERS, OWN_FEATURES, switched_on
 from megatron_dcp.config import MegatronConfig
 from megatron_dcp.errors import AdapterError
+
+log = logging.getLogger("megatron_dcp")
 
 NARROW = "its kernels want rows in multiples of 16 and scale by what shares a microbatch"
 OWN_PLANNERS = tuple((name, "it plans the step itself") for name in OWN_FEATURES)
@@ -36,7 +41,21 @@ def check_model(config: Any, options: MegatronConfig) -> None:
             f"Megatron model: {name} is {value!r} and does not run under a plan: {why}. Switch it "
             "off or run without --mdcp"
         )
-    check_experts(config, options)
+    _warn(config, check_experts(config, options))
+    _check_interleaving(config)
+
+
+def _warn(config: Any, allowed: list[str]) -> None:
+    """One line of the log, from one process, on what --mdcp-allow-plan-dependent has allowed."""
+    if config.hidden_dropout:
+        allowed = [f"hidden_dropout {config.hidden_dropout} (drawn per rank)", *allowed]
+    if allowed and not (dist.is_initialized() and dist.get_rank()):
+        log.warning(
+            "--mdcp-allow-plan-dependent: gradients depend on the plan by %s", "; ".join(allowed)
+        )
+
+
+def _check_interleaving(config: Any) -> None:
     stages = config.pipeline_model_parallel_size
     if stages == 1 or not config.virtual_pipeline_model_parallel_size:
         return

@@ -23,6 +23,9 @@ PLAN_DEPENDENT = (
     ("moe_enable_routing_replay", "routes are replayed by microbatch"),
 )
 
+# Options that pad unequal rows for HybridEP: of 0.19 and main, of dev; before, there is none.
+HYBRID_PADDING = ("moe_hybridep_pad_uneven_dispatch_inputs", "moe_hybridep_pad_variable_tokens")
+
 
 def balance_kinds(config: Any) -> list[tuple[str, float]]:
     """(load balancing type, its coefficient) of a configuration with experts."""
@@ -38,15 +41,14 @@ def uses_global_loss(config: Any) -> bool:
     return bool(experts) and any(k == GLOBAL and c for k, c in balance_kinds(config))
 
 
-def check_experts(config: Any, options: MegatronConfig) -> None:
-    """Refuse experts whose gradients would depend on what shares a microbatch."""
+def check_experts(config: Any, options: MegatronConfig) -> list[str]:
+    """Refuse experts whose gradients would depend on what shares a microbatch.
+
+    Returns the settings of that kind which the option allows, each with its reason.
+    """
     if not getattr(config, "num_moe_experts", None):
-        return
-    if config.expert_model_parallel_size > 1 and config.moe_token_dispatcher_type == "allgather":
-        raise AdapterError(
-            "mixture of experts: looked for moe_token_dispatcher_type alltoall or flex, found "
-            "allgather, which needs equal token counts. Pass --moe-token-dispatcher-type alltoall"
-        )
+        return []
+    _check_communication(config)
     followed = [k for k, c in balance_kinds(config) if c and k in (SEQUENCE, GLOBAL)]
     followed += [c.kind for c in (ZLoss, ExpertBias) if getattr(config, c.kind, None)]
     if (
@@ -73,6 +75,65 @@ def check_experts(config: Any, options: MegatronConfig) -> None:
             "mixture of experts whose gradients depend on what shares a microbatch: "
             + "; ".join(faults)
             + ". Change this or pass --mdcp-allow-plan-dependent"
+        )
+    return faults
+
+
+def _check_communication(config: Any) -> None:
+    """Refuse what makes ranks wait for, or send to, ranks whose microbatches are not like theirs.
+
+    No option allows these: such a run hangs or moves wrong rows.
+    """
+    if config.context_parallel_size > 1:
+        for kind, coefficient in balance_kinds(config):
+            if kind == "quantile_balancing" or (kind == "aux_loss" and coefficient):
+                raise AdapterError(
+                    f"mixture of experts: moe_router_load_balancing_type {kind} with "
+                    f"context_parallel_size {config.context_parallel_size}: each forward "
+                    "communicates over the context-parallel ranks, which are data ranks with "
+                    "other numbers of microbatches under a plan, and would wait for ever. Use "
+                    f"{SEQUENCE} or {GLOBAL}, or --context-parallel-size 1"
+                )
+    if config.expert_model_parallel_size == 1:
+        return
+    if config.moe_token_dispatcher_type == "allgather":
+        raise AdapterError(
+            "mixture of experts: looked for moe_token_dispatcher_type alltoall or flex, found "
+            "allgather, which needs equal token counts. Pass --moe-token-dispatcher-type alltoall"
+        )
+    if config.moe_token_dispatcher_type == "flex":
+        _check_flex(config)
+    if config.moe_pad_expert_input_to_capacity:
+        raise AdapterError(
+            "mixture of experts: moe_pad_expert_input_to_capacity with "
+            f"expert_model_parallel_size {config.expert_model_parallel_size}: the capacity follows "
+            "from a rank's own tokens and all ranks exchange as many rows as it says, but under a "
+            "plan their tokens differ. Remove --moe-pad-expert-input-to-capacity"
+        )
+
+
+def _check_flex(config: Any) -> None:
+    """Refuse backends of the flex dispatcher that want equally many rows on all ranks."""
+    backend = config.moe_flex_dispatcher_backend
+    if backend == "ncclep":
+        raise AdapterError(
+            "mixture of experts: moe_flex_dispatcher_backend ncclep makes its buffers for the "
+            "tokens of a rank's first microbatch, those of a plan differ. Pass another "
+            "--moe-flex-dispatcher-backend or --moe-token-dispatcher-type alltoall"
+        )
+    if backend != "hybridep":
+        return
+    found = [name for name in HYBRID_PADDING if hasattr(config, name)]
+    if not any(getattr(config, name) for name in found):
+        advice = (
+            f"Pass --{found[0].replace('_', '-')}"
+            if found
+            else "This version has no option that pads them: pass another "
+            "--moe-flex-dispatcher-backend or --moe-token-dispatcher-type alltoall"
+        )
+        raise AdapterError(
+            "mixture of experts: moe_flex_dispatcher_backend hybridep wants equally many rows on "
+            f"all ranks of an expert group, those of a plan differ. {advice}"
         )
 
 

@@ -116,7 +116,8 @@ def refuse_conflicts(args: Any) -> None:
         flag = _stock_flag(name)
         found = flag if value is True else f"{flag} {value}"
         raise AdapterError(f"--mdcp does not run with {found}: {why}. Remove {flag}")
-    for name in ("attention_dropout", "hidden_dropout"):
+    allowed = getattr(args, "mdcp_allow_plan_dependent", False)
+    for name in ("attention_dropout",) if allowed else ("attention_dropout", "hidden_dropout"):
         if float(getattr(args, name, 0.0) or 0.0) > 0.0:
             flag = _stock_flag(name)
             raise AdapterError(

@@ -205,6 +205,12 @@ def test_conflicts_name_the_flag(name: str, value: Any, text: str) -> None:
         refuse_conflicts(argparse.Namespace(**{name: value}))
 
 
+def test_hidden_dropout_passes_with_the_option_that_allows_it() -> None:
+    refuse_conflicts(argparse.Namespace(hidden_dropout=0.1, mdcp_allow_plan_dependent=True))
+    with pytest.raises(AdapterError, match=r"--hidden-dropout 0\.1"):
+        refuse_conflicts(argparse.Namespace(hidden_dropout=0.1, mdcp_allow_plan_dependent=False))
+
+
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("trainer_of_this_test")

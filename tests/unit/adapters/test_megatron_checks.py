@@ -5,6 +5,7 @@ A loop of its own meets no other check: megatron.training's arguments are refuse
 
 from __future__ import annotations
 
+import logging
 import types
 from typing import Any
 
@@ -101,3 +102,87 @@ def test_interleaving_in_groups_larger_than_the_pipeline_is_refused() -> None:
     with pytest.raises(AdapterError, match=text):
         check(**INTERLEAVED, microbatch_group_size_per_vp_stage=4)
     check(microbatch_group_size_per_vp_stage=4)  # nothing is interleaved
+
+
+EXPERTS = {
+    "num_moe_experts": 4, "moe_router_topk": 2, "moe_aux_loss_coeff": 0.0,
+    "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
+BALANCED = {**EXPERTS, "moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss"}
+PADDED = {
+    **EXPERTS, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True,
+}  # fmt: skip
+FLEX = {**EXPERTS, "moe_token_dispatcher_type": "flex", "expert_model_parallel_size": 2}
+HYBRID = {**FLEX, "moe_flex_dispatcher_backend": "hybridep"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        (
+            {**BALANCED, "context_parallel_size": 2},
+            "aux_loss with context_parallel_size 2: each forward communicates",
+        ),
+        (
+            {
+                **BALANCED, "context_parallel_size": 2, "moe_aux_loss_coeff": [0.1, 0.1],
+                "moe_router_load_balancing_type": ["seq_aux_loss", "aux_loss"],
+            },
+            "aux_loss with context_parallel_size 2: each forward communicates",
+        ),
+        (
+            {**PADDED, "expert_model_parallel_size": 2},
+            "moe_pad_expert_input_to_capacity with expert_model_parallel_size 2",
+        ),
+        (
+            {**FLEX, "moe_token_dispatcher_type": "allgather"},
+            "allgather, which needs equal token counts",
+        ),
+        (HYBRID, "This version has no option that pads them"),  # 0.16
+    ],
+)  # fmt: skip
+def test_experts_that_ranks_cannot_run_apart_are_refused_with_the_option_too(
+    changed: dict[str, Any], text: str
+) -> None:
+    for allowed in (False, True):
+        with pytest.raises(AdapterError, match=text):
+            check(**changed, allowed=allowed)
+
+
+def test_experts_that_ranks_can_run_apart_pass() -> None:
+    check(**FLEX)  # DeepEP sends what each rank has
+    check(**{**HYBRID, "expert_model_parallel_size": 1})
+    check(**BALANCED, allowed=True)
+    check(**PADDED, allowed=True)
+    check(**{**BALANCED, "moe_aux_loss_coeff": 0.0, "context_parallel_size": 2})
+    follows = {"moe_router_load_balancing_type": "seq_aux_loss", "context_parallel_size": 2}
+    check(**{**BALANCED, **follows})
+
+
+@pytest.mark.parametrize(
+    "option", ["moe_hybridep_pad_uneven_dispatch_inputs", "moe_hybridep_pad_variable_tokens"]
+)
+def test_hybridep_runs_where_uneven_rows_are_padded(option: str) -> None:
+    """0.16 has neither option; set where 0.19, main and the branch dev have them."""
+    settings = config(**HYBRID)
+    setattr(settings, option, False)
+    with pytest.raises(AdapterError, match=f"Pass --{option.replace('_', '-')}"):
+        check_model(settings, MegatronConfig())
+    setattr(settings, option, True)
+    check_model(settings, MegatronConfig())
+
+
+def test_the_log_names_what_the_option_has_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="megatron_dcp"):
+        check(allowed=True)
+        assert caplog.messages == []
+        check(**BALANCED, hidden_dropout=0.1, moe_input_jitter_eps=0.2, allowed=True)
+    (line,) = caplog.messages
+    for name in ("hidden_dropout 0.1", "moe_router_load_balancing_type aux_loss",
+                 "moe_input_jitter_eps"):  # fmt: skip
+        assert name in line
+
+
+def test_hidden_dropout_is_refused_without_the_option() -> None:
+    with pytest.raises(AdapterError, match=r"hidden_dropout is 0\.1"):
+        check(hidden_dropout=0.1)
