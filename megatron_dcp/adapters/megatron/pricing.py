@@ -16,12 +16,15 @@ import torch
 from megatron_dcp.adapters.megatron import standins
 from megatron_dcp.config import MegatronConfig, PlannerConfig
 from megatron_dcp.cost import CostModel, CostProfile, Mode, Pack, budget_bytes, resolve
+from megatron_dcp.cost.derive import GRADIENT_BYTES, OPTIMIZER_BYTES
 from megatron_dcp.cost.derive import profile as derive
+from megatron_dcp.cost.hardware import hardware
 from megatron_dcp.cost.models import ModelSpec
 from megatron_dcp.cost.profile import Overhead
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Topology
 
+_BOUNDLESS = 10**15  # derive's own check counts a dense model; the one below replaces it
 # The first preset whose marks all stand in the device's name (lower case).
 _DEVICES = (
     ("a100-80g", ("a100", "80")),
@@ -48,9 +51,9 @@ def hardware_name() -> str:
 
 
 def model_spec(config: Any, vocab: int) -> ModelSpec:
-    """One TP rank's slice of a Megatron TransformerConfig.
+    """One TP rank's slice of a Megatron TransformerConfig, by the work of a token.
 
-    A mixture of experts is priced by the experts that a token visits (top-k).
+    In a mixture of experts a token visits top-k of them; `state_bytes` counts those that are held.
     """
     tp = config.tensor_model_parallel_size
     groups = config.num_query_groups or config.num_attention_heads
@@ -73,6 +76,42 @@ def model_spec(config: Any, vocab: int) -> ModelSpec:
     )
 
 
+def _weights(config: Any, spec: ModelSpec) -> tuple[int, int]:
+    """(all but experts, experts): weights that one TP x EP rank holds of all layers."""
+    experts = getattr(config, "num_moe_experts", None)
+    if not experts:
+        return spec.parameters, 0
+    often = getattr(config, "moe_layer_freq", 1)  # every so many layers, or 0 and 1 by layer
+    sparse = sum(often) if isinstance(often, list) else -(-config.num_layers // often)
+    shared = getattr(config, "moe_shared_expert_intermediate_size", None) or 0
+    rows = (config.num_layers - sparse) * config.ffn_hidden_size + sparse * shared
+    per_row = spec.mlp_matrices * spec.hidden
+    rest = replace(spec, ffn=0).parameters
+    rest += per_row * rows // config.tensor_model_parallel_size
+    expert = getattr(config, "moe_ffn_hidden_size", None) or config.ffn_hidden_size
+    per_row = spec.mlp_matrices * (getattr(config, "moe_latent_size", None) or spec.hidden)
+    held = sparse * experts * expert * per_row
+    return rest, held // (config.expert_model_parallel_size * _expert_tensor_size(config))
+
+
+def _expert_tensor_size(config: Any) -> int:
+    return int(config.expert_tensor_parallel_size or config.tensor_model_parallel_size)
+
+
+def state_bytes(config: Any, spec: ModelSpec, topology: Topology, element_bytes: int) -> int:
+    """Weights, gradients and optimizer of one rank, as `megatron_dcp.cost.derive` counts them.
+
+    The optimizer's part is shared by the ranks that hold the same weights: all data ranks, and for
+    experts as many of the TP x data ranks as are not needed to hold all of them.
+    """
+    rest, experts = _weights(config, spec)
+    spread = config.expert_model_parallel_size * _expert_tensor_size(config)
+    copies = max(1, topology.data_ranks * config.tensor_model_parallel_size // spread)
+    held: int = (rest + experts) * (element_bytes + GRADIENT_BYTES)
+    held += rest * OPTIMIZER_BYTES // topology.data_ranks + experts * OPTIMIZER_BYTES // copies
+    return held // topology.pipeline_stages
+
+
 def model_profile(
     config: Any,
     vocab: int,
@@ -83,10 +122,7 @@ def model_profile(
     """The profile and budget of a run. Raises ConfigError when the file does not fit the model."""
     spec = model_spec(config, vocab)
     if planner.cost == "auto":
-        base = derive(hardware_name(), spec, topology)
-        # Lockstep here means aligned slots, not ZeRO-3: no parameters are gathered.
-        overhead = Overhead(async_=base.overhead_us.async_, lockstep=base.overhead_us.async_)
-        profile = replace(base, overhead_us=overhead)
+        profile = _derived(config, spec, topology)
     else:
         profile = resolve(planner.cost)
         _check_model(profile, spec)
@@ -96,7 +132,30 @@ def model_profile(
         return profile.with_budget(
             budget_of_tokens(profile, topology, megatron.max_tokens_per_rank)
         )
+    if planner.cost == "auto" and profile.static_bytes >= profile.budget_bytes:
+        raise ConfigError(
+            "--mdcp-cost auto: weights, gradients and optimizer state (shared by the ranks with "
+            f"the same weights) are counted as {profile.static_bytes / 1e9:.1f} GB per rank, "
+            f"{profile.budget_bytes / 1e9:.1f} GB are usable on {hardware_name()}. Use more "
+            "tensor, pipeline or expert parallelism or more ranks. Where this run holds less than "
+            "that (a smaller optimizer, or one on the host), say what fits with "
+            "--mdcp-max-tokens-per-rank N, or with --mdcp-memory-gb X (the state as counted "
+            "included), or measure with `mdcp profile` and pass --mdcp-cost FILE"
+        )
     return profile
+
+
+def _derived(config: Any, spec: ModelSpec, topology: Topology) -> CostProfile:
+    """The analytic profile, with the state that a rank of this configuration holds."""
+    hw = hardware(hardware_name())
+    base = derive(replace(hw, memory_bytes=_BOUNDLESS), spec, topology)
+    return replace(
+        base,
+        static_bytes=state_bytes(config, spec, topology, hw.element_bytes),
+        budget_bytes=hw.budget_bytes,
+        # Lockstep here means aligned slots, not ZeRO-3: no parameters are gathered.
+        overhead_us=Overhead(async_=base.overhead_us.async_, lockstep=base.overhead_us.async_),
+    )
 
 
 def budget_of_tokens(profile: CostProfile, topology: Topology, tokens: int) -> int:
