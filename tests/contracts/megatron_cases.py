@@ -11,7 +11,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -241,7 +241,8 @@ def _items(case: dict[str, Any], step: int, replica: int, count: int) -> Iterabl
 
     multiple = case["tp"] if case.get("model", {}).get("sequence_parallel") else 1
     items: list[Any] = [sample(step, replica * count + i, multiple) for i in range(count)]
-    fault = case.get("fault") if replica == 1 else None
+    early = step < case.get("fault_step", 0)
+    fault = None if replica != 1 or early else case.get("fault")
     if fault == "fraction":
         items[0]["loss_mask"] = items[0]["loss_mask"] * 0.5
     elif fault == "end":
@@ -264,9 +265,15 @@ def _broken(items: list[Any]) -> Iterator[Any]:
 
 
 def _train(
-    case: dict[str, Any], planned: bool, state: dict[str, Any] | None = None
+    case: dict[str, Any],
+    planned: bool,
+    state: dict[str, Any] | None = None,
+    begun: list[int] | None = None,
 ) -> dict[str, Any]:
-    """Train up to the case's number of steps, from the start or from the state of another run."""
+    """Train up to the case's number of steps, from the start or from the state of another run.
+
+    begun: gets the number of each step that Megatron's own schedule has begun.
+    """
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -274,6 +281,8 @@ def _train(
 
     chunks, optimizer, _ = _build(case, planned)
     schedule: Callable[..., Any] = get_forward_backward_func()
+    if begun is not None:
+        schedule = _counted(schedule, begun)
     dcp = None
     if planned:
         strategy = case.get("strategy") or register_mix()
@@ -341,6 +350,15 @@ def _train(
     return result
 
 
+def _counted(schedule: Callable[..., Any], begun: list[int]) -> Callable[..., Any]:
+    @wraps(schedule)
+    def counted(**kwargs: Any) -> Any:
+        begun.append(len(begun))
+        return schedule(**kwargs)
+
+    return counted
+
+
 def compare(**case: Any) -> dict[str, Any]:
     """Train the static and the planned run of a case on this rank; returns both histories."""
     standins.install(training=False)
@@ -371,7 +389,10 @@ def _grid(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused(**case: Any) -> dict[str, Any]:
-    """Start the planned run of a case that must be refused; returns the error of this rank."""
+    """Start the planned run of a case that must be refused.
+
+    Returns the error of this rank and how many steps it had begun.
+    """
     standins.install(training=False)
     from megatron.core import parallel_state as ps
 
@@ -379,11 +400,12 @@ def refused(**case: Any) -> dict[str, Any]:
     if "flight" in case:
         case["memory_gb"] = budget_for(case["flight"])
     ps.initialize_model_parallel(**_grid(case))
+    begun: list[int] = []
     try:
-        steps = len(_train(case, True)["losses"])
-        return {"error": "", "kind": "", "steps": steps}
+        _train(case, True, begun=begun)
+        return {"error": "", "kind": "", "steps": len(begun)}
     except MdcpError as error:
-        return {"error": str(error), "kind": type(error).__name__, "steps": 0}
+        return {"error": str(error), "kind": type(error).__name__, "steps": len(begun)}
     finally:
         ps.destroy_model_parallel()
 

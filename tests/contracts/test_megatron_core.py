@@ -180,7 +180,6 @@ def test_planned_equals_static_on_the_newer_core(own_megatron_pool: WorkerPool, 
         ({"fault": "loader"}, "data-parallel rank 1: OSError: the disk is gone"),
         ({"cp": 2, "fault": "context"}, "data-parallel rank 0: OSError: the disk is gone"),
         ({"pp": 2, "fault": "stage"}, "stage 1, context rank 0 reads other samples"),
-        ({"forward": "mean"}, "found 2 values: a mean over a microbatch depends on the plan"),
         ({"forward": "nested"}, "forward step nested_forward of tests.contracts.megatron_losses"),
     ],
 )
@@ -193,6 +192,30 @@ def test_refused_on_every_rank_before_the_first_step(
         assert text in result["error"]
         assert result["kind"] in ("AdapterError", "AgreementError", "PlanError", "ConfigError")
         assert result["steps"] == 0
+
+
+def test_a_mean_for_a_loss_is_refused_in_the_first_forward(megatron_pool: WorkerPool) -> None:
+    """Only a forward shows what a loss function returns: the first step has begun."""
+    target = "tests.contracts.megatron_cases:refused"
+    for result in megatron_pool.run(2, target, forward="mean", steps=2):
+        assert "found 2 values: a mean over a microbatch depends on the plan" in result["error"]
+        assert (result["kind"], result["steps"]) == ("AdapterError", 1)
+
+
+def test_data_that_ends_in_the_second_step_is_found_before_that_step(
+    megatron_pool: WorkerPool,
+) -> None:
+    """The steps that had begun are counted: the first one here."""
+    case = {"fault": "end", "fault_step": 1, "steps": 3}
+    for result in megatron_pool.run(2, "tests.contracts.megatron_cases:refused", **case):
+        assert "iterator ended before" in result["error"]
+        assert result["steps"] == 1
+
+
+def test_hidden_dropout_runs_where_it_is_allowed(megatron_pool: WorkerPool) -> None:
+    case = {"model": {"hidden_dropout": 0.1}, "options": {"allow_plan_dependent": True}}
+    for result in megatron_pool.run(2, "tests.contracts.megatron_cases:refused", **case):
+        assert (result["error"], result["steps"]) == ("", 1)
 
 
 # Settings of a mixture of experts -> what their refusal names; allowed by the named option.

@@ -96,7 +96,7 @@ def test_a_state_that_does_not_fit_is_refused_with_flags_that_exist(
 
 
 def test_tensor_parallel_ranks_may_hold_whole_experts() -> None:
-    """TP 2 and EP 4 on 4 data ranks, 8 in all: 4 x 2 hold every part once, 4 x 1 every expert twice."""
+    """TP 2, EP 4, 8 ranks: cut in two over tensor ranks every part is there once, whole twice."""
     tp = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
     rest = REST // 2
     for expert_tp, experts, copies in ((2, 2 * EXPERT // 2, 1), (1, 2 * EXPERT, 2)):
