@@ -175,6 +175,7 @@ def test_out_of_memory_leaves_a_smaller_budget_for_the_next_start(
         (["--mdcp-strategy", "nonesuch"], "unknown strategy 'nonesuch'"),
         (["--mdcp-memory-gb", "0.000001"], "bytes"),
         (["--mtp-num-layers", "1"], "--mtp-num-layers"),
+        (["--yaml-cfg", "arguments.yaml"], "--mdcp with --yaml-cfg arguments.yaml"),
     ],
 )
 def test_wrong_flags_are_refused_on_every_rank(

@@ -76,7 +76,32 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 group.add_argument(
                     _flag(item.name), type=kind, choices=choices, default=item.default, help=text
                 )
+    _check_after_parsing(parser)
     return parser
+
+
+def _check_after_parsing(parser: argparse.ArgumentParser) -> None:
+    """Refuse `--mdcp` with a file of arguments while both are known (parse_args goes through here).
+
+    Megatron puts the file's arguments in the place of the parsed ones right afterwards.
+    """
+    parse = parser.parse_known_args
+
+    def parse_known_args(*args: Any, **kwargs: Any) -> Any:
+        found, rest = parse(*args, **kwargs)
+        refuse_file(found)
+        return found, rest
+
+    parser.parse_known_args = parse_known_args  # type: ignore[method-assign]
+
+
+def refuse_file(args: Any) -> None:
+    """Raise AdapterError where `--mdcp` meets `--yaml-cfg`: the run would not be planned."""
+    if getattr(args, "mdcp", False) and getattr(args, "yaml_cfg", None) is not None:
+        raise AdapterError(
+            f"--mdcp with --yaml-cfg {args.yaml_cfg}: Megatron takes all arguments from that file "
+            "instead, --mdcp would be lost and nothing refused. Pass the arguments as flags"
+        )
 
 
 def read_flags(args: Any) -> tuple[PlannerConfig, MegatronConfig]:

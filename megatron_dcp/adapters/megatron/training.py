@@ -15,7 +15,12 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from megatron_dcp.adapters.megatron.flags import add_flags, read_flags, refuse_conflicts
+from megatron_dcp.adapters.megatron.flags import (
+    add_flags,
+    read_flags,
+    refuse_conflicts,
+    refuse_file,
+)
 from megatron_dcp.adapters.megatron.patchset import Patch, PatchSet
 from megatron_dcp.adapters.megatron.versions import require_tested
 from megatron_dcp.errors import AdapterError, ConfigError
@@ -36,6 +41,7 @@ def _enabled() -> bool:
     from megatron.training import global_vars
 
     args = getattr(global_vars, "_GLOBAL_ARGS", None)
+    refuse_file(args)  # the file may say mdcp itself, and what it says is not checked
     return bool(getattr(args, "mdcp", False))
 
 

@@ -188,6 +188,20 @@ def test_flags_are_the_fields_of_the_records() -> None:
         parsed("--mdcp-split", "lines")
 
 
+def test_a_file_of_arguments_is_refused_with_mdcp() -> None:
+    """Megatron takes the file's arguments for the parsed ones: --mdcp would be lost."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--yaml-cfg", type=str, default=None)
+    add_flags(parser)
+    assert parser.parse_args(["--yaml-cfg", "a.yaml"]).yaml_cfg == "a.yaml"
+    assert parser.parse_args(["--mdcp"]).mdcp
+    both = ["--mdcp", "--yaml-cfg", "a.yaml"]
+    for argv in (both, [*both[1:], both[0]]):
+        for parse in (parser.parse_args, parser.parse_known_args):
+            with pytest.raises(AdapterError, match=r"--mdcp with --yaml-cfg a\.yaml"):
+                parse(argv)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
