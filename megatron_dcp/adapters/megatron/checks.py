@@ -56,6 +56,7 @@ def _warn(config: Any, allowed: list[str]) -> None:
 
 
 def _check_interleaving(config: Any) -> None:
+    """Refuse schedules of several chunks per stage that end or hang at a planned step."""
     stages = config.pipeline_model_parallel_size
     if stages == 1 or not config.virtual_pipeline_model_parallel_size:
         return
