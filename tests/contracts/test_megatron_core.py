@@ -99,9 +99,10 @@ NIGHTLY = (
     "pp4", "interleaved-pp4", "recompute-selective", "learned-positions", "packed-strategy",
     "moe-ep2",
     "moe-sequence-loss-recompute", "moe-global-loss-packed", "moe-global-loss-tp2",
-    "moe-expert-bias-z-loss-tp2", "moe-global-loss-pp2",
+    "moe-expert-bias-z-loss-tp2", "moe-global-loss-pp2", "dp2", "moe-sequence-loss",
 )  # fmt: skip
 OWN_NIGHTLY = (
+    "dp4", "interleaved-pp2-dp2",
     "moe-sequence-loss", "moe-sequence-loss-tp2", "dp2", "tp2-dp2", "pp2-dp2", "recompute-full",
     "moe-ep2", "moe-global-loss", "moe-global-loss-pp2", "moe-global-loss-tp2",
     "moe-expert-bias-z-loss", "moe-expert-bias-z-loss-tp2",

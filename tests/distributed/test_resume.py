@@ -190,7 +190,7 @@ def resumed(folder: Path, uninterrupted: Path) -> None:
     assert lines(folder) == lines(uninterrupted)
 
 
-@pytest.mark.parametrize(("rank", "step"), [(0, 4), (1, 7)])
+@pytest.mark.parametrize(("rank", "step"), [(0, 4), pytest.param(1, 7, marks=pytest.mark.nightly)])
 def test_kill_9_of_a_rank_then_restart(
     tmp_path: Path, uninterrupted: Path, rank: int, step: int
 ) -> None:

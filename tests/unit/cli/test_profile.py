@@ -27,7 +27,7 @@ def test_shape_of_the_usual_config_names():
 def test_one_process_profiles_a_function_and_writes_a_figure(tmp_path, capsys):
     out = tmp_path / "p.json"
     args = ["profile", "--model", "megatron_dcp.testing.models:narrow_gpt", "--max-tokens", "64",
-            "--repeats", "1", "--clock", "cpu", "--out", str(out)]  # fmt: skip
+            "--repeats", "1", "--clock", "cpu", "--limit-s", "10", "--out", str(out)]  # fmt: skip
     assert main(args) == 0
     p = load(out)
     assert p.model.hidden == 32
