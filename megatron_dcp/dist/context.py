@@ -34,7 +34,8 @@ class PlacementContext:
     cu_seqlens [B + 1] int32: of the whole pack. documents: per sample, lengths of the documents in
     it (attention stays inside one), or None. prefix: per sample, how many first tokens see each
     other both ways under a causal mask, or None. padded: samples end in padding (shape_quantum), which
-    only a causal mask keeps from real tokens. dummy: a token without weight (lockstep).
+    only a causal mask keeps from real tokens. dummy: a token without weight (lockstep). attended:
+    whether this package's attention ran for it.
 
     An empty shard is run with one **filler** row (position 0, sample key -1, weight 0), because models
     reshape by the number of tokens; attention drops it and gives 0 back.
@@ -53,6 +54,7 @@ class PlacementContext:
     prefix: tuple[int, ...] | None = None
     padded: bool = False
     dummy: bool = False
+    attended: bool = False
     step: int = 0
     cache: dict[Any, Any] = field(default_factory=dict)  # segment lists and the like, per mask
 

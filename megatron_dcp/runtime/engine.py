@@ -104,6 +104,7 @@ class Engine:
         self._stop_flag: StopFlag | None = None
         self.stop_requested = False
         self.open_step: int | None = None  # begun and not finished
+        self.told_unattended = False
         self._gates: Gates | None = None
         self.budget_limit = agreed_limit(world)
 

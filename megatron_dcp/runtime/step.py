@@ -14,6 +14,7 @@ order, before `finish`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ from megatron_dcp.runtime.schedule import Work
 if TYPE_CHECKING:
     from megatron_dcp.runtime.attempt import Attempt
     from megatron_dcp.runtime.engine import Engine
+
+_log = logging.getLogger("megatron_dcp")
 
 # (step number, budget in bytes) -> plan, data set indices, this rank's work, denominator.
 Replan = Callable[[int, int], tuple[StepPlan, list[int], list[tuple[Work, Shard]], float]]
@@ -227,6 +230,7 @@ class Step:
     def backward(self, mb: Microbatch, loss_sum: Tensor, *, scaled: bool = False) -> None:
         """Scale, run backward under the microbatch's placement, and count its loss."""
         self._check_loss(mb, loss_sum)
+        self._warn_unattended(mb)
         engine = self.engine
         if self.attempt is not None:
             self.attempt.forward_done(mb)
@@ -273,6 +277,21 @@ class Step:
                 f"requires_grad={loss_sum.requires_grad}; pass the sum over local tokens "
                 "(reduction='sum')"
             )
+
+    def _warn_unattended(self, mb: Microbatch) -> None:
+        """Say once that a model mixes tokens by itself, or not at all: only the user can tell."""
+        ctx, engine = mb.context, self.engine
+        alone = ctx.degree == 1 and len(ctx.placement.samples) == 1
+        if ctx.attended or mb.dummy or alone or engine.told_unattended:
+            return
+        engine.told_unattended = True
+        _log.warning(
+            "step %d: the forward of %d samples on %d ranks did not call mdcp.attention. That is "
+            "right for a model that takes tokens one by one; one with attention of its own would "
+            "mix the samples of a pack and miss the tokens of other ranks. Call mdcp.attention "
+            "there, or prepare a Transformers model (megatron_dcp.adapters.hf.prepare)",
+            self.index, len(ctx.placement.samples), ctx.degree,
+        )  # fmt: skip
 
     def finish(self) -> float:
         """Reduce, clip, step the optimizer and scheduler, zero the gradients.

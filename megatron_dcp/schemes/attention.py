@@ -109,6 +109,7 @@ def _attention(
 ) -> Tensor:
     if q.dim() == 4 and q.shape[0] == 1:
         return _attention(q[0], k[0], v[0], ctx, options, axis, rows).unsqueeze(0)
+    ctx.attended = True
     if ctx.padded and not options.mask.causal:
         raise ConfigError(
             "attention: causal=False on samples that shape_quantum pads: their tokens would see "

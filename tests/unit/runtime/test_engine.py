@@ -362,6 +362,26 @@ def test_bad_loader_options_are_refused_at_once(option: dict[str, Any], words: s
         )
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_forward_without_this_packages_attention_is_told_once(
+    own: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With attention of its own a model mixes the samples of a pack; only the user can tell."""
+    model = TinyModel()
+    e = mdcp.initialize(model, None, cost=tiny_profile(), strategy="packed:1")
+    packs = 0
+    for step in e.dataloader(Texts([5] * 8), global_batch_size=4, lengths="lengths"):
+        for mb in step:
+            packs += len(mb.placement.samples) > 1
+            attend = {"attend": lambda q, k, v: q * 1.0} if own else {}
+            mb.backward(weighted_loss_sum(model(**mb.inputs, **attend), mb.labels, mb.weights))
+        step.finish()
+    assert packs > 1
+    told = [r.getMessage() for r in caplog.records if "did not call mdcp.attention" in r.msg]
+    assert len(told) == own
+    assert not own or "step 0: the forward of 4 samples on 1 ranks" in told[0]
+
+
 def exposed_ms(plan_ahead: int) -> list[float]:
     """How long steps of 150 ms waited for a planner that takes 50 ms, as the metric and the events
     tell."""
@@ -386,7 +406,8 @@ def exposed_ms(plan_ahead: int) -> list[float]:
 
 
 def test_planning_is_exposed_in_line_and_hidden_in_the_background() -> None:
-    assert min(exposed_ms(plan_ahead=0)) >= 50
+    # The wait is measured from a moment after the planner has begun: later on a busy machine.
+    assert min(exposed_ms(plan_ahead=0)) >= 45
     first, *steady = exposed_ms(plan_ahead=1)
-    assert first >= 50, "nothing hides the first plan"
+    assert first >= 45, "nothing hides the first plan"
     assert float(np.median(steady)) < 5
