@@ -157,6 +157,10 @@ def test_planned_equals_static_on_the_newer_core(own_megatron_pool: WorkerPool, 
             "alltoall or flex",
         ),
         (
+            {"etp": 2, "model": {**EXPERTS, "moe_token_dispatcher_type": "allgather"}},
+            "alltoall or flex",
+        ),
+        (
             {"pp": 2, "vp": 2, "default_p2p": True, "model": FOUR_LAYERS},
             "With two stages Megatron then sends",
         ),

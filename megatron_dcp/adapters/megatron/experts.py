@@ -94,7 +94,9 @@ def _check_communication(config: Any) -> None:
                     "other numbers of microbatches under a plan, and would wait for ever. Use "
                     f"{SEQUENCE} or {GLOBAL}, or --context-parallel-size 1"
                 )
-    if config.expert_model_parallel_size == 1:
+    # Expert tensor parallelism wider than the attention's spreads tokens over data ranks, too.
+    wide = (config.expert_tensor_parallel_size or 1) > config.tensor_model_parallel_size
+    if config.expert_model_parallel_size == 1 and not wide:
         return
     if config.moe_token_dispatcher_type == "allgather":
         raise AdapterError(
@@ -105,8 +107,9 @@ def _check_communication(config: Any) -> None:
         _check_flex(config)
     if config.moe_pad_expert_input_to_capacity:
         raise AdapterError(
-            "mixture of experts: moe_pad_expert_input_to_capacity with "
-            f"expert_model_parallel_size {config.expert_model_parallel_size}: the capacity follows "
+            "mixture of experts: moe_pad_expert_input_to_capacity with expert_model_parallel_size "
+            f"{config.expert_model_parallel_size} and expert_tensor_parallel_size "
+            f"{config.expert_tensor_parallel_size}: the capacity follows "
             "from a rank's own tokens and all ranks exchange as many rows as it says, but under a "
             "plan their tokens differ. Remove --moe-pad-expert-input-to-capacity"
         )
