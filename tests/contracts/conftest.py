@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,18 +17,30 @@ from tests.contracts.megatron_env import own_python
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
-@pytest.fixture(scope="session")
-def pool2() -> Iterator[WorkerPool]:
-    workers = WorkerPool(limit=2, timeout_s=280.0)
+_pools: list[WorkerPool] = []
+
+
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    """Idle workers poll: none is left to the tests of other folders."""
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        for workers in _pools:
+            workers.close()
+
+
+def _running(workers: WorkerPool) -> Iterator[WorkerPool]:
+    _pools.append(workers)
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[WorkerPool]:
+    yield from _running(WorkerPool(limit=2, timeout_s=280.0))
 
 
 @pytest.fixture(scope="session")
 def pool4() -> Iterator[WorkerPool]:
-    workers = WorkerPool(limit=4, timeout_s=280.0)
-    yield workers
-    workers.close()
+    yield from _running(WorkerPool(limit=4, timeout_s=280.0))
 
 
 @pytest.fixture
@@ -45,14 +58,10 @@ def _forked(python: str | None = None) -> WorkerPool:
 @pytest.fixture(scope="session")
 def megatron_pool() -> Iterator[WorkerPool]:
     """Workers on the ordinary environment's megatron-core (0.16.1)."""
-    workers = _forked()
-    yield workers
-    workers.close()
+    yield from _running(_forked())
 
 
 @pytest.fixture(scope="session")
 def own_megatron_pool() -> Iterator[WorkerPool]:
     """Workers on the venv with the second megatron-core (0.19.2)."""
-    workers = _forked(own_python())
-    yield workers
-    workers.close()
+    yield from _running(_forked(own_python()))
