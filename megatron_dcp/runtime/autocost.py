@@ -24,7 +24,7 @@ from megatron_dcp.runtime.backend import Backend, unwrap
 
 _ADVICE = "run `mdcp profile` and pass its file as `cost`, or pass a preset's name or a CostProfile"
 _SOURCE = "analytic, cost=auto"
-_BOUNDLESS = 10**15  # the preset's own check of the state is replaced by a count below
+BOUNDLESS = 10**15  # memory under which `derive`'s own check of the state, replaced here, passes
 
 
 def auto_profile(model: nn.Module, backend: Backend, topology: Topology) -> CostProfile:
@@ -44,7 +44,7 @@ def auto_profile(model: nn.Module, backend: Backend, topology: Topology) -> Cost
             f"optimizer state per rank under {backend.name}, {hw.budget_bytes / 1e9:.1f} GB are "
             f"usable on {hw.name}; shard more (FSDP2, ZeRO-3) or use more ranks"
         )
-    found = profile(replace(hw, memory_bytes=_BOUNDLESS), spec, topology)
+    found = profile(replace(hw, memory_bytes=BOUNDLESS), spec, topology)
     if found.pairs == "grid":
         found = replace(found, **_switched(found))
     return replace(

@@ -92,8 +92,8 @@ class _Clipped:
         return clip_item(self._dataset[index], self._lengths[index], self._per_sample)
 
 
-def _same(found: Sample, again: Sample, index: int) -> bool:
-    """True; raises ConfigError where an item is another one when it is read again.
+def _check_repeat(found: Sample, again: Sample, index: int) -> None:
+    """Raise ConfigError where an item is another one when it is read again.
 
     Each rank of a block reads the item itself and takes its own tokens of it.
     """
@@ -103,7 +103,6 @@ def _same(found: Sample, again: Sample, index: int) -> bool:
             "share a sample would mix several draws of it. Make an item a function of its index "
             "(draw masks, crops and noise from a generator seeded by the index and the epoch)"
         )
-    return True
 
 
 class StepPreparer:
@@ -259,13 +258,14 @@ class StepPreparer:
             wanted = dict(zip(prepared.indices, plan.lengths, strict=True))
             dataset = _Clipped(dataset, wanted, self.read.per_sample)
 
-        def sample(i: int) -> Sample:
+        def sample(i: int, *, shared: bool) -> Sample:
             index, length = prepared.indices[i], plan.lengths[i]
             length_read = min(length, self._length(index))
             found = read_sample(dataset, index, length_read, self.read)
             if shared and not self._repeats:
                 again = read_sample(dataset, index, length_read, self.read)
-                self._repeats = _same(found, again, index)
+                _check_repeat(found, again, index)
+                self._repeats = True
             return padded_sample(found, length)
 
         rank, weight = self.world.rank, 0.0
@@ -276,11 +276,11 @@ class StepPreparer:
             closing_dummy=self.closing_dummy,
         )
         for work in schedule:
-            shared = work.placement.degree > 1
             if work.dummy:
-                samples, keys = [dummy_sample(sample(0))], [-1]
+                samples, keys = [dummy_sample(sample(0, shared=False))], [-1]
             else:
-                samples = [sample(i) for i in work.placement.samples]
+                shared = work.placement.degree > 1
+                samples = [sample(i, shared=shared) for i in work.placement.samples]
                 keys = [prepared.indices[i] for i in work.placement.samples]
             shapes = None
             if plan.workload.shapes is not None:

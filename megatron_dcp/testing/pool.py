@@ -211,7 +211,8 @@ def _run_forked(run: Callable[[], None], connection: Connection) -> None:
         code = 1
         try:
             run()
-            connection.recv_bytes()
+            with contextlib.suppress(EOFError):  # the pool was closed
+                connection.recv_bytes()
             code = 0
         except BaseException:
             traceback.print_exc()

@@ -7,13 +7,11 @@ losses (token means over the step) and gradient norms, as Megatron reports them.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +21,14 @@ from torch import Tensor
 from megatron_dcp.adapters.megatron import standins
 from megatron_dcp.adapters.megatron.microbatch import sum_loss as loss_func
 from megatron_dcp.config import MegatronConfig, PlannerConfig
-from megatron_dcp.errors import MdcpError
 from tests.contracts import megatron_data, megatron_experts, megatron_losses
-from tests.contracts.megatron_plans import register_first, register_mix
+from tests.contracts.megatron_plans import register_mix
 
 VOCAB = 96
 LONGEST = 48
 SAMPLES = 8
+# A grid of data ranks alone.
+ONE_RANK: dict[str, Any] = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1}
 
 
 def preload() -> None:
@@ -75,7 +74,7 @@ FORWARDS = {
 }
 
 
-def _transformer_config(options: dict[str, Any]) -> Any:
+def transformer_config(options: dict[str, Any]) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     base: dict[str, Any] = {
@@ -102,7 +101,7 @@ def _transformer_config(options: dict[str, Any]) -> Any:
     return TransformerConfig(**{**base, **options})
 
 
-def _build(case: dict[str, Any], planned: bool) -> tuple[list[Any], Any, Any]:
+def build(case: dict[str, Any], planned: bool) -> tuple[list[Any], Any, Any]:
     """(model chunks, optimizer, config) from the case's seed."""
     from megatron.core import parallel_state as ps
     from megatron.core.distributed import (
@@ -127,7 +126,7 @@ def _build(case: dict[str, Any], planned: bool) -> tuple[list[Any], Any, Any]:
     overlap = case["vp"] is not None and not case.get("default_p2p")
     if planned:  # the adapter switches it on where stages exchange shapes
         options.setdefault("variable_seq_lengths", False)
-    config = _transformer_config(
+    config = transformer_config(
         {
             **options,
             "tensor_model_parallel_size": case["tp"],
@@ -195,7 +194,7 @@ def _build(case: dict[str, Any], planned: bool) -> tuple[list[Any], Any, Any]:
     return chunks, optimizer, config
 
 
-def _mean_loss(reports: list[dict[str, Tensor]]) -> float:
+def mean_loss(reports: list[dict[str, Tensor]]) -> float:
     """The step's loss on every process, as train_step computes it."""
     from megatron.core import parallel_state as ps
 
@@ -232,7 +231,7 @@ def _rows(
     return [{name: x[None] for name, x in s.items()} for s in samples]
 
 
-def _items(case: dict[str, Any], step: int, replica: int, count: int) -> Iterable[Any]:
+def items_of(case: dict[str, Any], step: int, replica: int, count: int) -> Iterable[Any]:
     """The items of one data-parallel rank; `fault` spoils those of the last one.
 
     Or those of the last context or pipeline rank, which holds the same items as the others.
@@ -264,7 +263,7 @@ def _broken(items: list[Any]) -> Iterator[Any]:
     raise OSError("the disk is gone")
 
 
-def _train(
+def train(
     case: dict[str, Any],
     planned: bool,
     state: dict[str, Any] | None = None,
@@ -279,7 +278,7 @@ def _train(
 
     from megatron_dcp.adapters.megatron.runner import MegatronDcp
 
-    chunks, optimizer, _ = _build(case, planned)
+    chunks, optimizer, _ = build(case, planned)
     schedule: Callable[..., Any] = get_forward_backward_func()
     if begun is not None:
         schedule = _counted(schedule, begun)
@@ -316,7 +315,7 @@ def _train(
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
         if files is None:
-            items = _items(case, step, replica, count)
+            items = items_of(case, step, replica, count)
         else:
             items = _rows(case, files, step, replica, count, planned)
         # A row of a file may hold several samples, each a microbatch of the static run.
@@ -334,7 +333,7 @@ def _train(
         if lagged is not None:
             lagged.end()
         _, norm, _ = optimizer.step()
-        losses.append(_mean_loss(reports))
+        losses.append(mean_loss(reports))
         norms.append(float(norm))
         sizes.append(len(reports))
         if dcp is not None and dcp.last_plan is not None:
@@ -365,18 +364,18 @@ def compare(**case: Any) -> dict[str, Any]:
     import megatron.core
     from megatron.core import parallel_state as ps
 
-    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, "steps": 20, **case}
+    case = {**ONE_RANK, "steps": 20, **case}
     out: dict[str, Any] = {"version": megatron.core.__version__}
     for planned in (False, True):
-        ps.initialize_model_parallel(**_grid(case if planned else {**case, "cp": 1}))
+        ps.initialize_model_parallel(**grid_of(case if planned else {**case, "cp": 1}))
         try:
-            out["planned" if planned else "static"] = _train(case, planned)
+            out["planned" if planned else "static"] = train(case, planned)
         finally:
             ps.destroy_model_parallel()
     return out
 
 
-def _grid(case: dict[str, Any]) -> dict[str, Any]:
+def grid_of(case: dict[str, Any]) -> dict[str, Any]:
     """Arguments of initialize_model_parallel of a planned run."""
     return {
         "tensor_model_parallel_size": case["tp"],
@@ -386,212 +385,3 @@ def _grid(case: dict[str, Any]) -> dict[str, Any]:
         "context_parallel_size": case["cp"],
         "expert_tensor_parallel_size": case.get("etp"),
     }
-
-
-def refused(**case: Any) -> dict[str, Any]:
-    """Start the planned run of a case that must be refused.
-
-    Returns the error of this rank and how many steps it had begun.
-    """
-    standins.install(training=False)
-    from megatron.core import parallel_state as ps
-
-    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, "steps": 1, **case}
-    if "flight" in case:
-        case["memory_gb"] = budget_for(case["flight"])
-    ps.initialize_model_parallel(**_grid(case))
-    begun: list[int] = []
-    try:
-        _train(case, True, begun=begun)
-        return {"error": "", "kind": "", "steps": len(begun)}
-    except MdcpError as error:
-        return {"error": str(error), "kind": type(error).__name__, "steps": len(begun)}
-    finally:
-        ps.destroy_model_parallel()
-
-
-def budget_for(microbatches: float) -> float:
-    """GB in which the longest sample of step 0 fits two stages that hold so many microbatches.
-
-    1F1B holds as many on the first stage as there are stages: 2 here.
-    """
-    from megatron_dcp.adapters.megatron.pricing import model_profile
-    from megatron_dcp.plan import Topology
-
-    two = Topology(data_ranks=1, ranks_per_node=1, pipeline_stages=2)
-    profile = model_profile(_transformer_config({}), VOCAB, two, PlannerConfig(), MegatronConfig())
-    longest = max(sample(0, i)["tokens"].shape[1] for i in range(SAMPLES))
-    stage = profile.checkpoint_bytes_per_token_layer * profile.model.layers / 2
-    token = stage * microbatches + profile.working_bytes_per_token + profile.head_bytes_per_token
-    return (profile.static_bytes + longest * token) / 1e9
-
-
-def lockstep(**case: Any) -> int:
-    """Ranks per lockstep domain of a grid."""
-    standins.install(training=False)
-    from megatron.core import parallel_state as ps
-
-    from megatron_dcp.adapters.megatron.domain import build_domain
-
-    ps.initialize_model_parallel(**_grid({"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, **case}))
-    try:
-        return build_domain().lockstep
-    finally:
-        ps.destroy_model_parallel()
-
-
-def evaluate(**case: Any) -> dict[str, Any]:
-    """Reports of one call without backward, on the last stage: planned, and plain as a sum."""
-    standins.install(training=False)
-    from megatron.core import parallel_state as ps
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
-    from megatron_dcp.adapters.megatron.runner import MegatronDcp
-
-    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, **case}
-    ps.initialize_model_parallel(**_grid(case))
-    strategy = {"first": register_first, "mix": register_mix}[case["plans"]]()
-    try:
-        out: dict[str, Any] = {"last": ps.is_pipeline_last_stage()}
-        for planned in (False, True):
-            chunks, _, _ = _build(case, planned)
-            schedule: Callable[..., Any] = get_forward_backward_func()
-            dcp = MegatronDcp(planner=PlannerConfig(strategy=strategy))
-            if planned:
-                schedule = dcp.wrap(schedule)
-            replica, count = (
-                ps.get_data_parallel_rank(),
-                SAMPLES // ps.get_data_parallel_world_size(),
-            )
-            reports = schedule(
-                forward_step_func=static_forward, model=chunks,
-                data_iterator=iter(_items(case, 0, replica, count)), num_microbatches=count,
-                seq_length=LONGEST, micro_batch_size=1, forward_only=True,
-            )  # fmt: skip
-            values = [r["lm loss"].tolist() for r in reports]
-            if not planned:
-                total = torch.tensor(values or [[0.0, 0.0]], dtype=torch.float64).sum(0)
-                dist.all_reduce(total, group=ps.get_data_parallel_group())
-                values = [total.tolist()]
-            out["planned" if planned else "static"] = values
-        return out
-    finally:
-        ps.destroy_model_parallel()
-
-
-def replay(**case: Any) -> dict[str, Any]:
-    """One step, the iterator rewound as Megatron's rerun machine does it, and the step again.
-
-    The step follows one that routed unevenly, for losses that depend on it.
-    """
-    standins.install(training=False)
-    from megatron.core import parallel_state as ps
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-    from megatron.core.rerun_state_machine import (
-        RerunDataIterator,
-        RerunMode,
-        destroy_rerun_state_machine,
-        initialize_rerun_state_machine,
-    )
-
-    from megatron_dcp.adapters.megatron.runner import MegatronDcp
-
-    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, **case}
-    ps.initialize_model_parallel()
-    initialize_rerun_state_machine(mode=RerunMode.VALIDATE_RESULTS)
-    try:
-        chunks, _, _ = _build(case, planned=True)
-        losses: list[float] = []
-        dcp = MegatronDcp(
-            planner=PlannerConfig(strategy=register_mix()), step_of=lambda: len(losses) // 2
-        )
-        dcp.load_state_dict({"steps": 0, "expert_counts": [[70, 20, 10, 0]] * 2})
-        schedule = dcp.wrap(get_forward_backward_func())
-        replica, count = ps.get_data_parallel_rank(), SAMPLES // ps.get_data_parallel_world_size()
-        rows = [item for step in (0, 1) for item in _items({}, step, replica, count)]
-        iterator = RerunDataIterator(iter(rows))
-        gradients = []
-        for attempt in range(3):  # twice the first step, then the next one
-            for chunk in chunks:
-                chunk.zero_grad_buffer()
-            reports = schedule(
-                forward_step_func=static_forward, data_iterator=iterator, model=chunks,
-                num_microbatches=count, seq_length=LONGEST, micro_batch_size=1,
-                forward_only=False,
-            )  # fmt: skip
-            losses.append(_mean_loss(reports))
-            gradients.append(torch.cat([p.main_grad.flatten() for p in chunks[0].parameters()]))
-            if attempt == 0:
-                iterator.rewind()
-            else:
-                iterator.advance()
-        return {
-            "losses": losses,
-            "digests": dcp.digests,
-            "equal": torch.equal(gradients[0], gradients[1]),
-            "next_differs": not torch.equal(gradients[1], gradients[2]),
-        }
-    finally:
-        destroy_rerun_state_machine()
-        ps.destroy_model_parallel()
-
-
-def without(*, piece: str, **case: Any) -> str:
-    """The error of one step of plain Megatron without a stand-in; "" when there is none."""
-    standins.remove()
-    standins.install(training=False, leave_out=(piece,))
-    from megatron.core import parallel_state as ps
-
-    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, "steps": 1, **case}
-    try:
-        ps.initialize_model_parallel(**_grid(case))
-        _train(case, False)
-        return ""
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        ps.destroy_model_parallel()
-        standins.remove()
-
-
-MEASURED = {
-    "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_query_groups": 2,
-    "ffn_hidden_size": 64, "gated_linear_unit": True, "activation_func": "silu",
-    "add_bias_linear": False, "normalization": "RMSNorm", "vocab_size": VOCAB,
-}  # fmt: skip
-
-
-def profile_then_train(*, folder: str) -> dict[str, Any]:
-    """`mdcp profile` of the model above on these ranks, then three steps planned by the profile."""
-    standins.install(training=False)
-    from megatron.core import parallel_state as ps
-
-    from megatron_dcp.adapters.megatron.profile import make_subject
-    from megatron_dcp.cost import dumps
-    from megatron_dcp.dist import DataWorld
-    from megatron_dcp.plan import Topology
-    from megatron_dcp.runtime.profile import check_same, profile_model
-
-    file = Path(folder) / "model.json"
-    if dist.get_rank() == 0:
-        file.write_text(json.dumps(MEASURED))
-    dist.barrier()
-    world = DataWorld()
-    try:
-        subject = make_subject(str(file), device=torch.device("cpu"), dtype=torch.float32)
-        topology = Topology(data_ranks=world.size, ranks_per_node=world.size)
-        fitted = profile_model(
-            world, subject, topology, name="megatron", max_tokens=64, repeats=1, limit_s=0.0,
-            budget_bytes=10**9,
-        )  # fmt: skip
-        check_same(world, fitted)
-        profile = Path(folder) / "profile.json"
-        if dist.get_rank() == 0:
-            profile.write_text(dumps(fitted.profile))
-        dist.barrier()
-        case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, "steps": 3, "strategy": "dcp"}
-        trained = _train({**case, "cost": str(profile)}, True)
-    finally:
-        world.close()
-        ps.destroy_model_parallel()
-    return {"errors": fitted.errors, "profile": dumps(fitted.profile), **trained}

@@ -106,15 +106,15 @@ def resume(**case: Any) -> dict[str, Any]:
     from tests.contracts import megatron_cases as cases
 
     standins.install(training=False)
-    case = {"tp": 1, "pp": 1, "vp": None, "ep": 1, "cp": 1, "steps": 6, "keep": True, **case}
-    ps.initialize_model_parallel(**cases._grid(case))
+    case = {**cases.ONE_RANK, "steps": 6, "keep": True, **case}
+    ps.initialize_model_parallel(**cases.grid_of(case))
     try:
-        whole = cases._train(case, True)
-        first = cases._train({**case, "steps": 3}, True)
+        whole = cases.train(case, True)
+        first = cases.train({**case, "steps": 3}, True)
         state = first.pop("state")
-        rest = cases._train(case, True, state)
+        rest = cases.train(case, True, state)
         forgetful = {**state, "mdcp": {**state["mdcp"], "expert_counts": None}}
-        without = cases._train(case, True, forgetful)
+        without = cases.train(case, True, forgetful)
         for result in (whole, rest, without):
             result.pop("state")
         return {"whole": whole, "first": first, "rest": rest, "without": without}
@@ -128,13 +128,13 @@ def refusals(*, settings: list[dict[str, Any]], allowed: bool = False) -> list[s
     from megatron_dcp.adapters.megatron.checks import check_model
     from megatron_dcp.config import MegatronConfig
     from megatron_dcp.errors import AdapterError
-    from tests.contracts.megatron_cases import _transformer_config
+    from tests.contracts.megatron_cases import transformer_config
 
     standins.install(training=False)
     out = []
     for options in settings:
         try:
-            check_model(_transformer_config(options), MegatronConfig(allow_plan_dependent=allowed))
+            check_model(transformer_config(options), MegatronConfig(allow_plan_dependent=allowed))
             out.append("")
         except AdapterError as error:
             out.append(str(error))
@@ -153,12 +153,12 @@ def logged(*, names: list[str], **case: Any) -> list[dict[str, float]]:
     from tests.contracts.megatron_plans import register_first
 
     standins.install(training=False)
-    case = {"tp": 1, "pp": 1, "vp": None, "cp": 1, "strategy": register_first(), **case}
-    ps.initialize_model_parallel(**cases._grid(case))
+    case = {**cases.ONE_RANK, "strategy": register_first(), **case}
+    ps.initialize_model_parallel(**cases.grid_of(case))
     try:
         out = []
         for steps in (1, 2):  # twice: entries of the first run stay
-            cases._train({**case, "steps": steps}, True)
+            cases.train({**case, "steps": steps}, True)
             out.append(_log(names))
         return out
     finally:

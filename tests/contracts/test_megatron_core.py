@@ -192,7 +192,7 @@ def test_refused_on_every_rank_before_the_first_step(
     megatron_pool: WorkerPool, case: dict[str, Any], text: str
 ) -> None:
     """`flight`: memory for so many microbatches of two stages; 1F1B holds two at once."""
-    results = megatron_pool.run(2, "tests.contracts.megatron_cases:refused", **case)
+    results = megatron_pool.run(2, "tests.contracts.megatron_probes:refused", **case)
     for result in results:
         assert text in result["error"]
         assert result["kind"] in ("AdapterError", "AgreementError", "PlanError", "ConfigError")
@@ -201,7 +201,7 @@ def test_refused_on_every_rank_before_the_first_step(
 
 def test_a_mean_for_a_loss_is_refused_in_the_first_forward(megatron_pool: WorkerPool) -> None:
     """Only a forward shows what a loss function returns: the first step has begun."""
-    target = "tests.contracts.megatron_cases:refused"
+    target = "tests.contracts.megatron_probes:refused"
     for result in megatron_pool.run(2, target, forward="mean", steps=2):
         assert "found 2 values: a mean over a microbatch depends on the plan" in result["error"]
         assert (result["kind"], result["steps"]) == ("AdapterError", 1)
@@ -212,14 +212,14 @@ def test_data_that_ends_in_the_second_step_is_found_before_that_step(
 ) -> None:
     """The steps that had begun are counted: the first one here."""
     case = {"fault": "end", "fault_step": 1, "steps": 3}
-    for result in megatron_pool.run(2, "tests.contracts.megatron_cases:refused", **case):
+    for result in megatron_pool.run(2, "tests.contracts.megatron_probes:refused", **case):
         assert "iterator ended before" in result["error"]
         assert result["steps"] == 1
 
 
 def test_hidden_dropout_runs_where_it_is_allowed(megatron_pool: WorkerPool) -> None:
     case = {"model": {"hidden_dropout": 0.1}, "options": {"allow_plan_dependent": True}}
-    for result in megatron_pool.run(2, "tests.contracts.megatron_cases:refused", **case):
+    for result in megatron_pool.run(2, "tests.contracts.megatron_probes:refused", **case):
         assert (result["error"], result["steps"]) == ("", 1)
 
 
@@ -308,7 +308,7 @@ def test_a_window_of_two_microbatches_fits_where_one_and_a_half_do_not(
 ) -> None:
     """The other side of the refusal above, with a little more memory."""
     case = {"pp": 2, "strategy": "static", "flight": 2.01}
-    for result in megatron_pool.run(2, "tests.contracts.megatron_cases:refused", **case):
+    for result in megatron_pool.run(2, "tests.contracts.megatron_probes:refused", **case):
         assert (result["error"], result["steps"]) == ("", 1)
 
 
@@ -339,7 +339,7 @@ def test_an_evaluation_reports_sums_over_the_global_batch(
     megatron_pool: WorkerPool, ranks: int, case: dict[str, Any]
 ) -> None:
     """One report: Megatron's mean over microbatches (--sft) would count dummies and the plan."""
-    results = megatron_pool.run(ranks, "tests.contracts.megatron_cases:evaluate", **case)
+    results = megatron_pool.run(ranks, "tests.contracts.megatron_probes:evaluate", **case)
     for result in results:
         if not result["last"]:
             assert result["planned"] == []
@@ -355,7 +355,7 @@ def test_expert_tokens_that_travel_make_a_lockstep_domain(
     megatron_pool: WorkerPool, case: dict[str, int], ranks: int
 ) -> None:
     """Expert tensor parallelism wider than the attention's spreads tokens over data ranks, too."""
-    target = "tests.contracts.megatron_cases:lockstep"
+    target = "tests.contracts.megatron_probes:lockstep"
     assert megatron_pool.run(2, target, **case) == [ranks] * 2
 
 
@@ -364,7 +364,7 @@ def test_a_rerun_of_a_step_gives_the_same_bits(megatron_pool: WorkerPool) -> Non
 
     The experts' loss keeps the frequencies that the first attempt had.
     """
-    for result in megatron_pool.run(2, "tests.contracts.megatron_cases:replay", model=GLOBAL):
+    for result in megatron_pool.run(2, "tests.contracts.megatron_probes:replay", model=GLOBAL):
         first, again, following = result["losses"]
         assert first == again != following
         assert result["digests"][0] == result["digests"][1] != result["digests"][2]
@@ -395,7 +395,7 @@ def test_a_profile_measured_on_megatrons_own_model_plans_its_steps(
 ) -> None:
     """`mdcp profile --model megatron:FILE`: one profile on all ranks, accepted by the run."""
     results = megatron_pool.run(
-        2, "tests.contracts.megatron_cases:profile_then_train", folder=str(tmp_path)
+        2, "tests.contracts.megatron_probes:profile_then_train", folder=str(tmp_path)
     )
     profile = json.loads(results[0]["profile"])
     assert results[1]["profile"] == results[0]["profile"]

@@ -46,7 +46,7 @@ def test_every_stand_in_has_a_case() -> None:
 @pytest.mark.parametrize("piece", CORE_CASES)
 def test_megatron_core_does_not_train_without(megatron_pool: WorkerPool, piece: str) -> None:
     case, words = CORE_CASES[piece]
-    target = "tests.contracts.megatron_cases:without"
+    target = "tests.contracts.megatron_probes:without"
     for error in megatron_pool.run(2, target, piece=piece, **case):
         assert words in error
 

@@ -40,10 +40,6 @@ class Prepared:
     images: ImageRows | None = None
 
 
-def text_config(model: Any) -> Any:
-    return model.config.get_text_config()
-
-
 def prepare(model: Any, *, fused_loss: bool = True, allow_dropout: bool = False) -> Prepared:
     """Switch a model to `attn_implementation="megatron_dcp"` and fix what depends on the plan.
 
@@ -63,7 +59,7 @@ def prepare(model: Any, *, fused_loss: bool = True, allow_dropout: bool = False)
         )
     else:
         base.set_attn_implementation(NAME)
-    if text_config(base)._attn_implementation != NAME:
+    if base.config.get_text_config()._attn_implementation != NAME:
         raise AdapterError(
             f"{type(base).__name__} did not accept attn_implementation={NAME!r}: it does not use "
             f"Transformers' AttentionInterface (transformers {transformers.__version__}); call "

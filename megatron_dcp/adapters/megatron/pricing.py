@@ -23,8 +23,8 @@ from megatron_dcp.cost.models import ModelSpec
 from megatron_dcp.cost.profile import Overhead
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Topology
+from megatron_dcp.runtime.autocost import BOUNDLESS
 
-_BOUNDLESS = 10**15  # derive's own check counts a dense model; the one below replaces it
 # The first preset whose marks all stand in the device's name (lower case).
 _DEVICES = (
     ("a100-80g", ("a100", "80")),
@@ -148,7 +148,7 @@ def model_profile(
 def _derived(config: Any, spec: ModelSpec, topology: Topology) -> CostProfile:
     """The analytic profile, with the state that a rank of this configuration holds."""
     hw = hardware(hardware_name())
-    base = derive(replace(hw, memory_bytes=_BOUNDLESS), spec, topology)
+    base = derive(replace(hw, memory_bytes=BOUNDLESS), spec, topology)
     return replace(
         base,
         static_bytes=state_bytes(config, spec, topology, hw.element_bytes),
