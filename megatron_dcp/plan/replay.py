@@ -73,9 +73,10 @@ def _close_slot(free: list[int], domain: int) -> None:
 
 def makespan_us(plan: StepPlan, dummy_us: int = 0) -> int:
     """Predicted forward + backward time of the step. dummy_us: as in `timeline`, for pipelines."""
-    ends = [plan.microbatches * dummy_us] * plan.topology.data_ranks
+    count = plan.microbatches
+    ends = [count * dummy_us] * plan.topology.data_ranks
     for x in timeline(plan, dummy_us):
-        after = plan.microbatches - plan.placements[x.placement].slot - 1
+        after = count - plan.placements[x.placement].slot - 1
         ends[x.rank] = x.end_us + after * dummy_us
     return max(ends) + pipeline_us(plan)
 

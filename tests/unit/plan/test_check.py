@@ -131,6 +131,15 @@ def test_makespan_is_the_replay():
         check_plan(replace(plan_of(*GOOD), makespan_us=19))
 
 
+def test_replay_takes_time_linear_in_placements(monkeypatch):
+    plan = plan_of(*(place(k, 0, 1, (k,)) for k in range(50)), samples=50)
+    asked = []
+    slots = StepPlan.slots.fget
+    monkeypatch.setattr(StepPlan, "slots", property(lambda p: asked.append(p) or slots(p)))
+    assert makespan_us(plan) == 500
+    assert len(asked) == 1  # a search over all placements
+
+
 def test_async_replay_waits_only_for_the_block():
     plan = plan_of(place(0, 0, 1, (0,), time_us=50), place(0, 1, 1, (1,), time_us=10),
                    place(1, 1, 1, (2,), time_us=10), place(1, 4, 2, (3,), time_us=30))  # fmt: skip
