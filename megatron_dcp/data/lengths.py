@@ -18,9 +18,9 @@ import numpy as np
 from megatron_dcp.data.generators import generate
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Workload
+from megatron_dcp.plan.types import MAX_LENGTH
 
 PRESET = "preset:"
-MAX_LENGTH = 2**31 - 1  # tokens of one sample
 _IDX_MAGIC = b"MMIDIDX\x00\x00"
 _IDX_HEADER = 9 + 8 + 1 + 8 + 8  # magic, version, dtype code, sequences, documents
 

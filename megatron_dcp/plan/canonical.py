@@ -132,6 +132,13 @@ def _in_range(value: int, where: str) -> None:
         raise PlanError(f"{where}: found {value}, expected 0..2^62")
 
 
+def _encodable(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PlanError(f"{where}: found {text!r}, which is no UTF-8 text") from None
+
+
 def _checked(
     obj: Any, fields: Mapping[str, Any], where: str, optional: tuple[str, ...] = ()
 ) -> None:
@@ -149,6 +156,8 @@ def _checked(
             raise PlanError(f"{where}.{key}: found {obj[key]!r}, of the wrong type")
         if kind is int:
             _in_range(obj[key], f"{where}.{key}")
+        if kind is str and not obj[key].isascii():
+            _encodable(obj[key], f"{where}.{key}")
 
 
 def _integers(values: list[Any], where: str) -> list[int]:
@@ -166,7 +175,11 @@ def from_object(obj: Any) -> StepPlan:
     _checked(obj, _TOP, "plan", optional=("digest", "info"))
     topo = obj["topology"]
     _checked(topo, _TOPOLOGY, "topology")
+    _integers(topo["speed"] or [], "topology.speed")
     _checked(obj["cost"], {"name": str, "digest": str}, "cost")
+    info = obj.get("info", {})
+    if not isinstance(info, dict):
+        raise PlanError(f"plan.info must be an object, found {type(info).__name__}")
     placements = []
     for i, p in enumerate(obj["placements"]):
         _checked(p, _PLACEMENT, f"placements[{i}]")
@@ -193,7 +206,7 @@ def from_object(obj: Any) -> StepPlan:
             makespan_us=obj["makespan_us"],
             lower_bound_us=obj["lower_bound_us"],
             step=obj["step"],
-            info=obj.get("info") or {},
+            info=info,
         )
     except ConfigError as error:
         raise PlanError(f"plan file: {error}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 from megatron_dcp.errors import PlanError
 from megatron_dcp.plan.replay import makespan_us
@@ -52,9 +53,9 @@ def covers_every_sample_once(plan: StepPlan) -> None:
                     i,
                 )
             seen[i] += 1
-    for i, count in enumerate(seen):
-        if count != 1:
-            _fail("covers_every_sample_once", f"sample {i} is placed {count} times", i)
+    for i, times in enumerate(seen):
+        if times != 1:
+            _fail("covers_every_sample_once", f"sample {i} is placed {times} times", i)
 
 
 def blocks_are_disjoint_within_a_slot(plan: StepPlan) -> None:
@@ -158,7 +159,7 @@ def lockstep_slots_match(plan: StepPlan) -> None:
             used[d].add(p.slot)
     for d, slots in enumerate(used):
         if slots and len(slots) != max(slots) + 1 and domain == n:
-            hole = min(set(range(max(slots))) - slots)
+            hole = next(k for k in count() if k not in slots)
             _fail(
                 "lockstep_slots_match",
                 f"domain {d} has no placement in slot {hole} but in "

@@ -21,6 +21,13 @@ RecomputeKind = Literal["layers", "selective"]
 SCHEMES: tuple[str, ...] = get_args(Scheme)
 RECOMPUTE_KINDS: tuple[str, ...] = get_args(RecomputeKind)
 NOMINAL_SPEED = 1000  # per mille
+MAX_LENGTH = 2**31 - 1  # tokens of one sample: its attention pairs stay inside 64 bits
+MAX_RANKS = 2**20  # data ranks, pipeline stages
+MAX_SPEED = 1_000_000  # per mille
+
+
+def _whole(value: object, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +47,10 @@ class Topology:
         n, m = self.data_ranks, self.ranks_per_node
         for name in ("data_ranks", "ranks_per_node", "pipeline_stages", "virtual_stages"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"topology: {name} must be an integer >= 1, found {value!r}")
+            if not _whole(value, MAX_RANKS):
+                raise ConfigError(
+                    f"topology: {name} must be an integer in 1..{MAX_RANKS}, found {value!r}"
+                )
         if self.virtual_stages > 1 and self.pipeline_stages == 1:
             raise ConfigError(
                 f"topology: virtual_stages {self.virtual_stages} interleave the layers of pipeline "
@@ -59,10 +68,10 @@ class Topology:
             )
         if self.speed is not None:
             object.__setattr__(self, "speed", tuple(self.speed))
-            if len(self.speed) != n or any(not isinstance(s, int) or s < 1 for s in self.speed):
+            if len(self.speed) != n or not all(_whole(s, MAX_SPEED) for s in self.speed):
                 raise ConfigError(
-                    f"topology: speed needs {n} integers >= 1 (per mille, one per data rank), "
-                    f"found {list(self.speed)!r}"
+                    f"topology: speed needs {n} integers in 1..{MAX_SPEED} (per mille, one per "
+                    f"data rank), found {list(self.speed)!r}"
                 )
 
     @property
@@ -116,9 +125,10 @@ class Workload:
     def __post_init__(self) -> None:
         object.__setattr__(self, "lengths", tuple(self.lengths))
         for i, length in enumerate(self.lengths):
-            if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            if not _whole(length, MAX_LENGTH):
                 raise ConfigError(
-                    f"workload: sample {i} has length {length!r}; lengths are integers >= 1 "
+                    f"workload: sample {i} has length {length!r}; lengths are integers in "
+                    f"1..{MAX_LENGTH} "
                     f"(drop empty samples first, e.g. with `empty='drop'` in the loader)"
                 )
         if self.shapes is not None:

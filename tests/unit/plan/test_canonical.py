@@ -105,14 +105,21 @@ def test_an_unknown_key_is_refused_outside_info(where):
         (("placements", 0, "bytes"), -1),
         (("placements", 0, "degree"), 10**30),
         (("lengths", 1), 2**63),
+        (("topology", "speed"), [True, True, True, True]),
+        (("topology", "speed"), [2**80, 1000, 1000, 1000]),
+        (("info",), 5),
+        (("info",), [1, 2]),
+        (("strategy",), "\ud800"),
+        (("cost", "name"), "\ud800"),
     ],
 )
-def test_only_integers_of_the_right_type_are_read(path, value):
+def test_only_values_of_the_right_type_are_read(path, value):
     obj = json.loads(dumps(small_plan()))
     target = obj
     for step in path[:-1]:
         target = target[step]
     target[path[-1]] = value
+    del obj["digest"]  # which no such value matches
     with pytest.raises(PlanError):
         loads(json.dumps(obj))
 

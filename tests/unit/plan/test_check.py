@@ -117,6 +117,8 @@ def test_order_has_no_cyclic_wait():
 def test_lockstep_slots_match():
     refused("lockstep_slots_match", place(0, 0, 1, (0, 1)), place(2, 0, 1, (2, 3)), lockstep=8)
     refused("lockstep_slots_match", *GOOD, lockstep=3)
+    far = refused("lockstep_slots_match", *GOOD[:2], place(2**60, 1, 1, (3,)), lockstep=8)
+    assert far.witness == (0, 1)
     check_plan(plan_of(*GOOD, lockstep=8))
 
 
@@ -193,6 +195,9 @@ def test_lockstep_pipelines_wait_for_dummies_too():
         ({"data_ranks": 12, "ranks_per_node": 8}, "whole nodes"),
         ({"data_ranks": 0, "ranks_per_node": 1}, "data_ranks"),
         ({"data_ranks": 2, "ranks_per_node": 2, "speed": (1000,)}, "speed"),
+        ({"data_ranks": 2, "ranks_per_node": 2, "speed": (1000, 10**12)}, "speed"),
+        ({"data_ranks": 2, "ranks_per_node": 2, "speed": (1000, True)}, "speed"),
+        ({"data_ranks": 2**40, "ranks_per_node": 2**40}, "data_ranks"),
         ({"data_ranks": 2, "ranks_per_node": 2, "virtual_stages": 2}, "pipeline_stages is 1"),
     ],
 )
@@ -201,7 +206,7 @@ def test_topology_says_what_is_wrong(kwargs, text):
         Topology(**kwargs)
 
 
-@pytest.mark.parametrize("bad", [0, -3, 2.5, True, "7"])
+@pytest.mark.parametrize("bad", [0, -3, 2.5, True, "7", 2**31])
 def test_lengths_are_positive_integers(bad):
     with pytest.raises(ConfigError, match="sample 1"):
         Workload(lengths=(4, bad))
