@@ -47,6 +47,13 @@ def test_decorators_belong_to_their_function(tmp_path):
     assert stdlib_corpus(tmp_path).samples == (b"@property\ndef f(x):\n    return x",)
 
 
+def test_packages_and_tests_are_not_entered(tmp_path):
+    for folder in ("json", "site-packages/pip", "json/test"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "a.py").write_text(f"def f():\n    return {folder!r}\n")
+    assert stdlib_corpus(tmp_path).samples == (b"def f():\n    return 'json'",)
+
+
 def test_files_that_do_not_parse_are_left_out_and_an_empty_library_is_an_error(tmp_path):
     (tmp_path / "bad.py").write_text("def f(:\n")
     with pytest.raises(ConfigError, match="no Python source"):
