@@ -119,7 +119,8 @@ struct SegmentList {
   Axis q, k;
 };
 
-// Builds the runs of both axes. `rows` is [count, 6]; bounds must have been checked.
+// Builds the runs of both axes and cuts far bands to the rectangle. `rows` is [count, 6]; starts
+// and lengths must have been checked.
 SegmentList make_segments(const int64_t* rows, int64_t count, int64_t total_q, int64_t total_k);
 
 // Runs body(i, context) for i in [0, count), in parallel; supplied by the torch glue.

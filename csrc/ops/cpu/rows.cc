@@ -31,7 +31,7 @@ struct Weights {
   A a, b, lse;
   Weights(A x, A y) {
     const A top = std::max(x, y), infinity = std::numeric_limits<A>::infinity();
-    if (top == -infinity) {
+    if (x == -infinity && y == -infinity) {  // not if one is NaN
       a = b = 0;
       lse = -infinity;
       return;
@@ -219,8 +219,9 @@ void cross_entropy(const CrossEntropyArgs& c, const Parallel& parallel) {
         const int64_t n = std::min(kVocabChunk, c.vocab - v);
         const A* x = widen(row + v, n, spare);
         const A now = std::max(top, highest(x, n));
-        if (now == -std::numeric_limits<A>::infinity()) continue;
-        sum = sum * std::exp(top - now) + exp_sum(x, n, now);
+        // NaN is never the maximum, but it reaches the sum.
+        const A base = now == -std::numeric_limits<A>::infinity() ? A(0) : now;
+        sum = sum * std::exp(top - base) + exp_sum(x, n, base);
         top = now;
       }
       const A lse = top + std::log(sum);

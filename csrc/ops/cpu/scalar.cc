@@ -67,10 +67,11 @@ struct ForwardRow {
     for (int32_t ref = run.first_ref; ref < run.last_ref; ++ref) {
       segment(list.segments[list.q.refs[ref]], q_row, row, head);
     }
-    const T inverse = l > 0 ? T(1) / l : T(0);
+    const bool live = l != 0;  // or NaN
+    const T inverse = live ? T(1) / l : T(0);
     for (T& x : acc) x *= inverse;
     store_row<T>(a.out, row, head, dim, acc.data(), false);
-    lse = l > 0 ? m + std::log(l) : -std::numeric_limits<T>::infinity();
+    lse = live ? m + std::log(l) : -std::numeric_limits<T>::infinity();
   }
 
   void segment(const Segment& g, const T* q_row, int64_t row, int64_t head) {
@@ -85,13 +86,14 @@ struct ForwardRow {
         s[j] = cap(dot(q_row, k_row, dim) * T(a.options.scale), T(a.options.softcap));
         top = std::max(top, s[j]);
       }
-      if (top == -std::numeric_limits<T>::infinity()) continue;
-      const T shrink = std::exp(m - top);
+      // NaN is never the maximum, but it reaches the sum and so out and lse.
+      const T base = top == -std::numeric_limits<T>::infinity() ? T(0) : top;
+      const T shrink = std::exp(m - base);
       l *= shrink;
       for (T& x : acc) x *= shrink;
       m = top;
       for (int64_t j = 0; j < n; ++j) {
-        s[j] = std::exp(s[j] - top);
+        s[j] = std::exp(s[j] - base);
         l += s[j];
       }
       if (drop.probability > 0) {

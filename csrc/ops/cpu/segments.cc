@@ -1,5 +1,6 @@
 // Cuts the rows of each axis into runs that share one list of segments.
 #include <algorithm>
+#include <limits>
 
 #include "attention.h"
 
@@ -48,15 +49,23 @@ Axis make_axis(const std::vector<Segment>& segments, int64_t total, int64_t Segm
   return axis;
 }
 
+// The same pairs with bounds near the rectangle: callers may write INT64_MAX for "all keys", and
+// kernels add rows to the bounds.
+Segment bounded(const int64_t* r) {
+  const int64_t q_len = r[1], k_len = r[3], diagonal = r[4], window = r[5];
+  const int64_t high = std::clamp(diagonal, -q_len, k_len);
+  if (window < 0) return {r[0], q_len, r[2], k_len, high, window};
+  constexpr int64_t kLeast = std::numeric_limits<int64_t>::min();
+  const int64_t left = diagonal < kLeast + window ? kLeast : diagonal - window;
+  return {r[0], q_len, r[2], k_len, high, high - std::clamp(left, -q_len, k_len)};
+}
+
 }  // namespace
 
 SegmentList make_segments(const int64_t* rows, int64_t count, int64_t total_q, int64_t total_k) {
   SegmentList list;
   list.segments.reserve(count);
-  for (int64_t s = 0; s < count; ++s) {
-    const int64_t* r = rows + 6 * s;
-    list.segments.push_back({r[0], r[1], r[2], r[3], r[4], r[5]});
-  }
+  for (int64_t s = 0; s < count; ++s) list.segments.push_back(bounded(rows + 6 * s));
   list.q = make_axis(list.segments, total_q, &Segment::q_start, &Segment::q_len);
   list.k = make_axis(list.segments, total_k, &Segment::k_start, &Segment::k_len);
   return list;

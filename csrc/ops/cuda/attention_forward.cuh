@@ -112,7 +112,7 @@ MDCP_DEVICE RowEnd finish_row(const ForwardParams& p, const PlanTile& tile, int 
                               float maximum, float sum, float multiplier) {
   sum += shuffle_xor(sum, 1);
   sum += shuffle_xor(sum, 2);
-  const bool inside = t < tile.rows, seen = sum > 0.f;
+  const bool inside = t < tile.rows, seen = sum != 0.f;  // or NaN
   float* const lse_at = p.lse + int64_t(head) * p.lse_head_stride + tile.row + t;
   float lse = seen ? maximum * multiplier * kLn2 + logf(sum) : -infinity();
   RowEnd end{seen ? 1.f / sum : 0.f, 0.f, inside && (seen || !p.merge)};

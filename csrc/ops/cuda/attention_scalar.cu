@@ -77,7 +77,7 @@ MDCP_KERNEL void MDCP_BOUNDS(kThreads, 1) scalar_forward_kernel(const ScalarForw
       A sums[kColumns] = {}, top = nothing, sum = 0;
       if (a.merge) {  // the running result is one more term of the softmax
         top = *lse_at;
-        sum = top > nothing ? 1 : 0;
+        sum = top != nothing ? 1 : 0;
         for (int i = 0; i * kWarp + lane < dim; ++i)
           sums[i] = sum > 0 ? row_pointer<A>(a.out, row, head)[i * kWarp + lane] : A(0);
       }
@@ -109,8 +109,8 @@ MDCP_KERNEL void MDCP_BOUNDS(kThreads, 1) scalar_forward_kernel(const ScalarForw
       }
       if (a.merge && !seen) continue;
       for (int i = 0; i * kWarp + lane < dim; ++i)
-        store<T>(a.out, row, head, i * kWarp + lane, sum > 0 ? sums[i] / sum : A(0), false);
-      if (lane == 0) *lse_at = sum > 0 ? top + logarithm(sum) : nothing;
+        store<T>(a.out, row, head, i * kWarp + lane, sum != 0 ? sums[i] / sum : A(0), false);
+      if (lane == 0) *lse_at = sum != 0 ? top + logarithm(sum) : nothing;
     }
   }
 }

@@ -44,11 +44,12 @@ MDCP_DEVICE A warp_sum(A x) {
   for (int mask = 16; mask > 0; mask /= 2) x += shuffle_xor(x, mask);
   return x;
 }
+// NaN if any is NaN, on every lane alike: lanes that disagreed would part.
 template <class A>
 MDCP_DEVICE A warp_max(A x) {
   for (int mask = 16; mask > 0; mask /= 2) {
     const A other = shuffle_xor(x, mask);
-    x = other > x ? other : x;
+    x = other > x || other != other ? other : x;
   }
   return x;
 }

@@ -18,10 +18,7 @@ int64_t align(int64_t offset) { return (offset + kAlign - 1) / kAlign * kAlign; 
 
 // The segment as the tiled axis sees it: bounds of (other index - tiled index).
 PlanSegment view_segment(const Segment& s, bool along_keys) {
-  const int64_t high = std::clamp(s.diagonal, -kMaxBand, kMaxBand);
-  const int64_t low =
-      s.window < 0 ? -kMaxBand
-                   : std::clamp(s.diagonal - std::min(s.window, 4 * kMaxBand), -kMaxBand, kMaxBand);
+  const int64_t high = s.diagonal, low = s.window < 0 ? -kMaxBand : s.diagonal - s.window;
   if (along_keys)
     return {int32_t(s.k_start), int32_t(s.q_start), int32_t(s.q_len), int32_t(-high),
             int32_t(-low)};

@@ -21,7 +21,8 @@ struct PlanTile {
   int32_t first_ref, last_ref;
 };
 
-// Rows are below 2^29 and band bounds within 2^30, so that their sums fit an int32.
+// Rows are at most 2^29 and band bounds (make_segments keeps them within the rows) within 2^30, so
+// that their sums fit an int32.
 constexpr int64_t kMaxRows = int64_t(1) << 29;
 constexpr int64_t kMaxBand = int64_t(1) << 30;
 

@@ -33,7 +33,7 @@ struct Shares {
     const A nothing = -infinite<A>(), top = x > y ? x : y;
     a = b = A(0);
     lse = nothing;
-    if (top == nothing) return;
+    if (x == nothing && y == nothing) return;  // not if one is NaN
     const A p = exponential(x - top), q = exponential(y - top), sum = p + q;
     a = p / sum;
     b = q / sum;
@@ -145,14 +145,20 @@ struct CrossEntropyParams {
   MdcpCrossEntropy args;
 };
 
+// What exponents are taken from: 0 while nothing above -inf was seen. NaN is never the maximum, but
+// it reaches the sum.
+template <class A>
+MDCP_DEVICE A base_of(A top) {
+  return top == -infinite<A>() ? A(0) : top;
+}
+
 // Joins (maximum, sum of exponentials) of all threads; every thread gets the result.
 template <class A>
 MDCP_DEVICE A block_lse(A top, A sum, A* shared) {
   for (int mask = 16; mask > 0; mask /= 2) {
     const A other_top = shuffle_xor(top, mask), other_sum = shuffle_xor(sum, mask);
-    const A high = top > other_top ? top : other_top;
-    if (high > -infinite<A>())
-      sum = sum * exponential(top - high) + other_sum * exponential(other_top - high);
+    const A high = top > other_top ? top : other_top, base = base_of(high);
+    sum = sum * exponential(top - base) + other_sum * exponential(other_top - base);
     top = high;
   }
   const int warp = thread_index() / kWarp;
@@ -164,10 +170,10 @@ MDCP_DEVICE A block_lse(A top, A sum, A* shared) {
   block_sync();
   A all_top = -infinite<A>(), all_sum = 0;
   for (int w = 0; w < kWarps; ++w) all_top = shared[2 * w] > all_top ? shared[2 * w] : all_top;
-  if (all_top == -infinite<A>()) return all_top;
+  const A base = base_of(all_top);
   for (int w = 0; w < kWarps; ++w)
-    all_sum += shared[2 * w + 1] * exponential(shared[2 * w] - all_top);
-  return all_top + logarithm(all_sum);
+    all_sum += shared[2 * w + 1] * exponential(shared[2 * w] - base);
+  return base + logarithm(all_sum);
 }
 
 template <class T>
@@ -186,10 +192,10 @@ MDCP_KERNEL void MDCP_BOUNDS(kThreads, 1) cross_entropy_kernel(const CrossEntrop
         x[i] = v < c.vocab ? widen<A>(row[v]) : -infinite<A>();
         high = x[i] > high ? x[i] : high;
       }
-      if (high == -infinite<A>()) continue;
-      sum *= exponential(top - high);
+      const A base = base_of(high);
+      sum *= exponential(top - base);
       MDCP_UNROLL
-      for (int i = 0; i < kChunk; ++i) sum += exponential(x[i] - high);
+      for (int i = 0; i < kChunk; ++i) sum += exponential(x[i] - base);
       top = high;
     }
     const A lse = block_lse(top, sum, shared);

@@ -381,6 +381,31 @@ def test_partial_results_are_float32(dtype):
         ops.segment_attention_backward(out.to(dtype), q, k, v, out, lse, segments, *sums)
 
 
+FAR = (1 << 63) - 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("far", "near"),
+    [
+        ((FAR, -1), (12, -1)),
+        ((FAR, FAR), (12, 12)),
+        ((1 << 40, (1 << 40) + 2), (12, 14)),
+        ((3, FAR), (3, -1)),
+        ((-FAR - 1, FAR), (-9, -1)),
+        ((FAR, 1 << 40), (-9, -1)),
+    ],
+    ids=str,
+)
+def test_bounds_of_the_band_may_be_any_integer(dtype, far, near):
+    """A whole rectangle is often written with INT64_MAX; rows are added to the bounds."""
+    tensors = make(9, 12, dtype=dtype)
+    a, b = (segment_tensor([(1, 8, 0, 12, *band)]) for band in (far, near))
+    got = grads(lambda *t: ops.segment_attention(*t, a), tensors)
+    want = grads(lambda *t: ops.segment_attention(*t, b), tensors)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
 def test_many_small_merges_do_not_drift():
     """A ring of 16 steps in bfloat16 is as close to float64 as one call is.
 

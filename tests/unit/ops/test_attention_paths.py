@@ -278,6 +278,31 @@ def test_what_an_earlier_call_left_behind_does_not_matter(path, dtype):
             assert torch.isfinite(x).all(), (n, dim)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_nan_in_a_score_reaches_out_lse_and_gradients(path, dtype, which):
+    """A row that sees a NaN must not pass for one that sees nothing: a run would train on."""
+    q, k, v = (torch.randn(90, 2, 16).to(dtype) for _ in range(3))
+    {"q": q, "k": k}[which][70] = float("nan")
+    seen = torch.arange(90) == 70 if which == "q" else torch.arange(90) >= 70
+    cu = torch.tensor([0, 90])
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = ops.varlen_attention(*leaves, cu, cu)
+    out.float().sum().backward()
+    assert out[seen].isnan().all()
+    assert lse[:, seen].isnan().all()
+    assert not out[~seen][:64].isnan().any()
+    assert leaves[0].grad[seen].isnan().all()
+    out, lse = ops.new_accumulators(q)  # the running result of a ring
+    with torch.no_grad():
+        for first in (0, 45):
+            part = segment_tensor([full_segment(0, 90, first, 45)])
+            ops.segment_attention_forward(q, k, v, part, out, lse)
+    rows = seen if which == "q" else torch.ones(90, dtype=torch.bool)
+    assert out[rows].isnan().all()
+    assert lse[:, rows].isnan().all()
+
+
 def test_float64_is_always_scalar_and_bfloat16_takes_the_best_path():
     assert _C.cpu_path("float64") == "scalar"
     assert _C.cpu_path("float32") == FLOAT_PATHS[-1]

@@ -52,6 +52,16 @@ def test_merge_of_two_empty_parts_is_zero():
     assert torch.equal(lse[:, 4], lse_a[:, 4])
 
 
+def test_merge_with_nan_is_not_taken_for_empty():
+    out_a, lse_a, out_b, lse_b = parts()
+    lse_a[:, 1], lse_b[:, 1] = float("nan"), float("-inf")
+    lse_a[:, 3], lse_b[:, 3] = float("-inf"), float("nan")
+    out, lse = ops.merge_lse(out_a, lse_a, out_b, lse_b)
+    assert out[[1, 3]].isnan().all()
+    assert lse[:, [1, 3]].isnan().all()
+    assert torch.isfinite(out[[0, 2, 4, 5]]).all()
+
+
 def test_merge_does_not_overflow_exp():
     out_a, lse_a, out_b, lse_b = parts(torch.float32)
     out, lse = ops.merge_lse(out_a, lse_a + 1e4, out_b, lse_b - 1e4)
@@ -147,6 +157,17 @@ def test_cross_entropy_of_extreme_logits():
     loss, lse = ops.cross_entropy(logits, torch.tensor([0, 1]))
     torch.testing.assert_close(loss, torch.tensor(0.3132617), rtol=1e-5, atol=0)
     assert torch.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_cross_entropy_of_nan_is_nan(dtype):
+    """Also where a chunk of the vocabulary holds nothing else (padded vocabularies are -inf)."""
+    logits = torch.randn(2, 5000).to(dtype)
+    logits[0, :2048] = float("-inf")
+    logits[0, 17] = float("nan")
+    loss, lse = ops.cross_entropy(logits, torch.tensor([3000, 3000]))
+    assert loss.isnan()
+    assert lse.isnan().tolist() == [True, False]
 
 
 def test_cross_entropy_refuses_what_it_cannot_do():

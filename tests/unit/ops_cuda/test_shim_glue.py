@@ -130,6 +130,49 @@ def test_a_plan_is_reused_and_not_confused(shim):
             close(both(shim, "segment_attention", q, k, v, segments), TOLERANCE[torch.bfloat16])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("which", ["q", "k"])
+def test_nan_in_a_score_reaches_out_and_lse(shim, dtype, which):
+    """Lanes of a warp must not part over it, nor may a row with NaN pass for one without keys."""
+    q, k, v = (torch.randn(70, 2, 16).to(dtype) for _ in range(3))
+    {"q": q, "k": k}[which][41] = float("nan")
+    seen = torch.arange(70) == 41 if which == "q" else torch.arange(70) >= 41
+    cu = torch.tensor([0, 70])
+    out, lse = shim.varlen_attention(q, k, v, cu, cu)
+    assert out[seen].isnan().all()
+    assert torch.equal(lse.isnan(), seen.expand(2, 70))
+    out, lse = ops.new_accumulators(q)
+    for first in (0, 35):  # in place, the NaN in the second part or already in the running result
+        part = torch.tensor([[0, 70, first, 35, 70, -1]])
+        shim.segment_attention_forward(q, k, v, part, out, lse, softmax_scale=0.2)
+    rows = seen if which == "q" else torch.ones(70, dtype=torch.bool)
+    assert out[rows].isnan().all()
+    assert lse[:, rows].isnan().all()
+
+
+def test_nan_in_merges_and_logits(shim):
+    a, b = torch.randn(2, 4, 1, 8)
+    la, lb = torch.randn(2, 1, 4)
+    la[0, :2] = torch.tensor([float("nan"), float("-inf")])
+    lb[0, :2] = torch.tensor([float("-inf"), float("nan")])
+    for got, want in both(shim, "merge_lse", a, la, b, lb):
+        assert torch.equal(got.isnan(), want.isnan())
+        assert got.isnan().any()
+    logits = torch.randn(3, 40)  # most threads have one logit or none
+    logits[1, 7] = float("nan")
+    loss, lse = shim.cross_entropy(logits, torch.tensor([0, 1, 2]), None)
+    assert loss.isnan()
+    assert lse.isnan().tolist() == [False, True, False]
+
+
+def test_bounds_of_the_band_may_be_any_integer(shim):
+    q, k, v = (torch.randn(20, 2, 16).bfloat16() for _ in range(3))
+    far = (1 << 63) - 1
+    for band in ((far, -1), (far, far), (1 << 40, (1 << 40) + 2), (3, far), (-far - 1, far)):
+        segments = torch.tensor([[0, 20, 0, 20, *band]])
+        close(both(shim, "segment_attention", q, k, v, segments), TOLERANCE[q.dtype])
+
+
 def test_errors_name_op_shapes_and_architecture(shim):
     q = torch.randn(8, 2, 64).bfloat16()
     segments = torch.tensor([[0, 9, 0, 8, 0, -1]])
