@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dcp.ops._register import autograd, fake
+from megatron_dcp.ops._register import autograd, fake, once_differentiable
 
 _ops = torch.ops.megatron_dcp
 _MASK64 = (1 << 64) - 1
@@ -297,3 +297,5 @@ def _backward(grad_op: Any, indices: int) -> Any:
 
 autograd("varlen_attention", _backward(_ops.varlen_attention_grad, 2), _setup)
 autograd("segment_attention", _backward(_ops.segment_attention_grad, 1), _setup)
+once_differentiable("varlen_attention_grad")
+once_differentiable("segment_attention_grad")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dcp.ops._register import autograd, fake
+from megatron_dcp.ops._register import autograd, fake, once_differentiable
 
 _ops = torch.ops.megatron_dcp
 
@@ -188,5 +188,7 @@ def _cross_entropy_backward(ctx: Any, dloss: Tensor | None, dlse: Tensor | None)
 
 
 autograd("merge_lse", _merge_backward, _save_inputs)
+once_differentiable("merge_lse_grad")
 autograd("rope", _rope_backward, _save_rope)
 autograd("cross_entropy", _cross_entropy_backward, _save_cross_entropy)
+once_differentiable("cross_entropy_grad")

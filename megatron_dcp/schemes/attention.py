@@ -142,7 +142,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, ctx: PlacementContext, rows: int) ->
             f"{ctx.placement.first_rank}..{ctx.placement.first_rank + ctx.degree - 1}); pass the "
             "microbatch's tokens unpadded, from the microbatch that is current"
         )
-    if q.shape[1] % k.shape[1] or q.shape[2] != k.shape[2]:
+    if not q.dtype == k.dtype == v.dtype:
+        raise ConfigError(
+            f"attention: q is {q.dtype}, k {k.dtype}, v {v.dtype}; pass one dtype (RoPE in float32 "
+            "under autocast leaves v behind: cast q and k back)"
+        )
+    if not k.shape[1] or q.shape[1] % k.shape[1] or q.shape[2] != k.shape[2]:
         raise ConfigError(
             f"attention: {q.shape[1]} query heads and {k.shape[1]} KV heads of dims {q.shape[2]} "
             f"and {k.shape[2]}; query heads must be a multiple of KV heads, of equal dim"

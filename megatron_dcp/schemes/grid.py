@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_dcp.dist import PlacementContext, current_placement
 from megatron_dcp.dist.context import cu_seqlens_of
@@ -192,6 +193,7 @@ class _SwitchRows(torch.autograd.Function):
         return _move(x, ctx, source, target, "grid")
 
     @staticmethod
+    @once_differentiable
     def backward(fn: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         back = _move(grad.contiguous(), fn.placement, fn.target, fn.source, "grid.backward")
         return back, None, None, None

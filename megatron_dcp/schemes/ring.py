@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_dcp.dist import PlacementContext
 from megatron_dcp.ops import (
@@ -58,6 +59,7 @@ class _Ring(torch.autograd.Function):
         return result
 
     @staticmethod
+    @once_differentiable
     def backward(fn: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, kv, out, lse = fn.saved_tensors
         ctx, options = fn.placement, fn.options

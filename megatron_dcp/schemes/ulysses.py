@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from megatron_dcp.dist import PlacementContext
 from megatron_dcp.errors import PlanError
@@ -53,6 +54,7 @@ class _ScatterHeads(torch.autograd.Function):
         return _scatter(x, ctx, "ulysses")
 
     @staticmethod
+    @once_differentiable
     def backward(fn: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather(grad, fn.placement, "ulysses.backward"), None
 
@@ -64,6 +66,7 @@ class _GatherHeads(torch.autograd.Function):
         return _gather(x, ctx, "ulysses")
 
     @staticmethod
+    @once_differentiable
     def backward(fn: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _scatter(grad, fn.placement, "ulysses.backward"), None
 

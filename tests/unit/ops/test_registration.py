@@ -119,6 +119,22 @@ def test_opcheck(name):
     torch.library.opcheck(op, args, kwargs, test_utils=TESTS)
 
 
+def test_second_derivatives_are_refused():
+    """Torch's own default is a warning, and their part of the result missing."""
+    q, k, v, cu, segments = attention_inputs(True)
+    a, la, b, lb = merge_inputs(True)
+    logits = leaf(3, 7)
+    for loss, x in (
+        (ops.varlen_attention(q, k, v, cu, cu)[0], q),
+        (ops.segment_attention(q, k, v, segments)[0], k),
+        (ops.merge_lse(a, la, b, lb)[0], a),
+        (ops.cross_entropy(logits, LABELS)[0], logits),
+    ):
+        (grad,) = torch.autograd.grad(loss.sum(), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivative"):
+            grad.pow(2).sum().backward()
+
+
 def test_missing_extension_says_how_to_build_it():
     code = (
         "import sys; sys.modules['megatron_dcp._C'] = None\n"

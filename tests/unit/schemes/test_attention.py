@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import megatron_dcp as mdcp
-from megatron_dcp.dist import DataWorld, make_context
+from megatron_dcp.dist import DataWorld, local_context, make_context
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.plan import Placement
+from megatron_dcp.schemes import AttentionOptions, find_scheme
 from megatron_dcp.testing.reference import dense_attention, visible
 
 
@@ -64,6 +65,31 @@ def test_the_placement_ends_with_its_block() -> None:
 def test_wrong_shapes_are_named(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
     with mdcp.packed([3]), pytest.raises(ConfigError, match=message):
         mdcp.attention(*(torch.zeros(s) for s in shapes))
+
+
+@pytest.mark.parametrize("odd", range(3))
+def test_mixed_dtypes_are_refused_whatever_the_scheme(odd: int) -> None:
+    """An all-to-all would promote them, other schemes would not."""
+    given = qkv(3)
+    given[odd] = given[odd].float()
+    with mdcp.packed([3]), pytest.raises(ConfigError, match="pass one dtype"):
+        mdcp.attention(*given)
+
+
+def test_no_heads_are_refused() -> None:
+    q, k, v = qkv(3)
+    with mdcp.packed([3]), pytest.raises(ConfigError, match="0 KV heads"):
+        mdcp.attention(q, k[:, :0], v[:, :0])
+
+
+def test_a_second_derivative_is_an_error_and_not_left_out() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(8))
+    context = local_context([5, 3])
+    for scheme in ("local", "ring"):
+        out = find_scheme(scheme)(q, k, v, context, AttentionOptions())
+        (grad,) = torch.autograd.grad(out.pow(2).sum(), q, create_graph=True)
+        with pytest.raises((NotImplementedError, RuntimeError), match="second deriv|twice"):
+            grad.pow(2).sum().backward()
 
 
 def test_attention_over_the_grid_says_what_is_missing() -> None:
