@@ -10,7 +10,7 @@ that owns nothing learns them from the others.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -33,16 +33,40 @@ def pieces_by_rank(plan: StepPlan) -> list[list[Piece]]:
     return out
 
 
-def agree_fields(world: DataWorld, owned: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Empty prototypes [0, ...] of all fields, alike on all ranks. Collective."""
+def fields_of(owned: Mapping[int, Mapping[str, Tensor]]) -> dict[str, tuple[str, list[int]]]:
+    """Dtype and trailing shape of every field; ConfigError where samples differ in them."""
     mine: dict[str, tuple[str, list[int]]] = {}
     for fields in owned.values():
         found = {n: (str(x.dtype), list(x.shape[1:])) for n, x in sorted(fields.items())}
         if mine and found != mine:
             raise ConfigError(f"samples of one rank have different fields: {mine} and {found}")
         mine = found
-    texts = [json.loads(b) for b in gather_bytes(world, json.dumps(mine).encode())]
-    known = {json.dumps(t): r for r, t in enumerate(texts) if t}
+    return mine
+
+
+def agree_fields(
+    world: DataWorld, owned: Mapping[int, Mapping[str, Tensor]], check: Callable[[], None]
+) -> dict[str, Tensor]:
+    """Empty prototypes [0, ...] of all fields, alike on all ranks. Collective.
+
+    check: of this rank's samples. If any rank's raises, all ranks raise: nobody waits for a rank
+    that has left.
+    """
+    mine: dict[str, tuple[str, list[int]]] = {}
+    trouble: ConfigError | None = None
+    try:
+        check()
+        mine = fields_of(owned)
+    except ConfigError as error:
+        trouble = error
+    said = {"fields": mine, "trouble": None if trouble is None else str(trouble)}
+    heard = [json.loads(b) for b in gather_bytes(world, json.dumps(said).encode())]
+    if trouble is not None:
+        raise trouble
+    faults = [f"rank {r}: {t['trouble']}" for r, t in enumerate(heard) if t["trouble"]]
+    if faults:
+        raise AgreementError("the exchange cannot start; " + "; ".join(faults))
+    known = {json.dumps(t["fields"]): r for r, t in enumerate(heard) if t["fields"]}
     if len(known) > 1:
         raise AgreementError(
             "ranks hold samples with different fields: "
@@ -67,8 +91,7 @@ def exchange(
     rank's samples, id -> field -> [L, ...]. Returns this rank's placements in the order in which it
     runs them, each with its shard of every field [t, ...].
     """
-    _check_owned(world, plan, owner, owned)
-    prototypes = agree_fields(world, owned)
+    prototypes = agree_fields(world, owned, lambda: _check_owned(world, plan, owner, owned))
     wanted = pieces_by_rank(plan)
     numbers = [n for n, p in enumerate(plan.placements) if world.rank in p.ranks]
     rows = dict.fromkeys(numbers, 0)

@@ -77,6 +77,12 @@ class DataWorld:
                 f"planes {self.planes} must hold each of the {len(everyone)} ranks of the default "
                 "process group once, in planes of equal size"
             )
+        for plane in self.planes:
+            if plane != sorted(plane):
+                raise ConfigError(
+                    f"plane {plane} is not ascending; torch numbers the ranks of a group by global "
+                    "rank, so data ranks must follow it: lay out the mesh that way"
+                )
 
     @property
     def group(self) -> dist.ProcessGroup:

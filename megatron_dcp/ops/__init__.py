@@ -51,8 +51,9 @@ zero_padding_(x, cu_seqlens)
     Zeroes rows beyond cu_seqlens[-1], in place.
 
 Gradients are of first order: asking for a second derivative of attention, merges or cross-entropy
-is an error. Results depend neither on the number of threads nor on what is packed beside a sequence, bit for
-bit. Inputs: float64, float32, bfloat16, float16; unit stride in D, any other strides.
+is an error. Results depend neither on the number of threads nor on what is packed beside a
+sequence, bit for bit. Inputs: float64, float32, bfloat16, float16; unit stride in D, any other
+strides.
 """
 
 from __future__ import annotations

@@ -54,6 +54,14 @@ def test_exchange_names_the_fault(pool: WorkerPool, fault: str, kind: str, messa
         assert re.search(message, r["error"]), r["error"]
 
 
+def test_a_fault_of_one_rank_stops_the_exchange_on_all(pool: WorkerPool) -> None:
+    """The others must not wait for a rank that has raised."""
+    other, faulty = pool.run(2, ERROR, fault="missing on rank 1")
+    assert faulty["type"] == "ConfigError"
+    assert other["type"] == "AgreementError"
+    assert re.search(r"cannot start; rank 1: sample \d should be on rank 1", other["error"])
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_index_dispatch_covers_every_token_once(pool: WorkerPool, ranks: int, seed: int) -> None:

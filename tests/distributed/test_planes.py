@@ -78,3 +78,9 @@ def test_planes_of_a_mesh() -> None:
 def test_planes_must_hold_every_rank_once(pool: WorkerPool) -> None:
     with pytest.raises(Exception, match="must hold each of the 2 ranks"):
         pool.run(2, CASE, seed=0, planes=[[0], [0]])
+
+
+def test_planes_must_be_ascending(pool: WorkerPool) -> None:
+    """Rings would send to the rank that stands there in torch's own order."""
+    with pytest.raises(Exception, match=r"plane \[1, 0\] is not ascending"):
+        pool.run(2, CASE, seed=0, planes=[[1, 0]])

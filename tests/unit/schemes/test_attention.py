@@ -88,7 +88,7 @@ def test_a_second_derivative_is_an_error_and_not_left_out() -> None:
     for scheme in ("local", "ring"):
         out = find_scheme(scheme)(q, k, v, context, AttentionOptions())
         (grad,) = torch.autograd.grad(out.pow(2).sum(), q, create_graph=True)
-        with pytest.raises((NotImplementedError, RuntimeError), match="second deriv|twice"):
+        with pytest.raises((NotImplementedError, RuntimeError), match=r"second deriv|twice"):
             grad.pow(2).sum().backward()
 
 
