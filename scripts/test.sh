@@ -15,7 +15,7 @@ nightly=(-m "not nightly")
 if [ "${1:-}" = --nightly ]; then nightly=(); shift; fi
 
 if [ $# -eq 0 ]; then
-  mdcp_say "ruff"; "$PY" -m ruff check . && "$PY" -m ruff format --check .
+  mdcp_say "ruff"; "$PY" -m ruff check .; "$PY" -m ruff format --check .
   mdcp_say "mypy"; "$PY" -m mypy
   mdcp_say "import layers"; "$PY" -c 'from importlinter.cli import lint_imports; raise SystemExit(lint_imports())'
   mdcp_say "clang-format"

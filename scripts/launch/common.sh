@@ -13,12 +13,15 @@ fi
 launch_help() { awk 'NR > 1 && /^#/ { sub(/^# ?/, ""); print; next } NR > 1 { exit }' "$1"; }
 launch_die() { printf '%s: %s\n' "${0##*/}" "$*" >&2; exit 2; }
 
-# GPUs of this node, or MDCP_RANKS_PER_NODE, or 1 where there is none (gloo on the CPU).
+# MDCP_RANKS_PER_NODE, else the GPUs that are seen here, else $1 ranks (gloo on the CPU), which is said:
+# a job that forgot to ask for GPUs sees none.
 launch_ranks_per_node() {
   if [ -n "${MDCP_RANKS_PER_NODE:-}" ]; then echo "$MDCP_RANKS_PER_NODE"; return; fi
   local gpus=0
   if command -v nvidia-smi >/dev/null 2>&1; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || gpus=0; fi
-  if [ "$gpus" -gt 0 ]; then echo "$gpus"; else echo 1; fi
+  if [ "$gpus" -gt 0 ]; then echo "$gpus"; return; fi
+  printf 'mdcp: %s sees no GPU (nvidia-smi); ranks here: %s (MDCP_RANKS_PER_NODE changes it)\n' "${HOSTNAME:-this node}" "$1" >&2
+  echo "$1"
 }
 
 # Whether an IP address is one of this host's.

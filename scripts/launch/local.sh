@@ -11,11 +11,11 @@ set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 case ${1:-} in -h | --help | "") launch_help "$0"; exit 0 ;; esac
 
-ranks=$(launch_ranks_per_node)
-[ "$ranks" -gt 1 ] || ranks=2
 if [ "$1" = -n ]; then
   [ $# -ge 3 ] || launch_die "-n needs a number and a command; see --help"
   ranks=$2; shift 2
+else
+  ranks=$(launch_ranks_per_node 2)
 fi
 case $1 in *.py) program=("$@") ;; *) program=(-m megatron_dcp "$@") ;; esac
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -41,6 +41,6 @@ esac
 trap '' USR1
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$MDCP_PYTHON" -m megatron_dcp.cli.elastic \
-  --nnodes "$nodes" --nproc-per-node "$(launch_ranks_per_node)" \
+  --nnodes "$nodes" --nproc-per-node "$(launch_ranks_per_node 1)" \
   --rdzv-backend c10d --rdzv-endpoint "$head" --rdzv-id "${MDCP_JOB_ID:-mdcp}" "${role[@]}" \
   --max-restarts "${MDCP_MAX_RESTARTS:-0}" ${MDCP_NODE_ADDR:+--local-addr "$MDCP_NODE_ADDR"} "${program[@]}"

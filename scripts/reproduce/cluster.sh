@@ -27,10 +27,8 @@ if [ -z "$nodes" ] || [ -z "$slurm$head" ]; then
 fi
 cd "$LAUNCH_ROOT"
 
-gpus=$(launch_ranks_per_node)
 if [ -n "${MDCP_HARDWARE:-}" ]; then
-  preset=$MDCP_HARDWARE
-  [ -n "${MDCP_RANKS_PER_NODE:-}" ] || gpus=8
+  preset=$MDCP_HARDWARE gpus=${MDCP_RANKS_PER_NODE:-8}
 else
   "$MDCP_PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' ||
     launch_die "$MDCP_PYTHON finds no CUDA device through torch here: run it on the GPU nodes, or name" \
@@ -38,6 +36,7 @@ else
       "scripts/reproduce/single_gpu.sh"
   preset=$("$MDCP_PYTHON" -c 'import torch; from megatron_dcp.runtime.autocost import device_hardware
 print(device_hardware(torch.device("cuda")).name)')
+  gpus=$(launch_ranks_per_node 1)
 fi
 bench=(bench end-to-end --ranks $((nodes * gpus)) --device cuda --model gpt-1.3b --settings network
   --virtual-ranks "" --hardware "$preset" --max-length 131072 --memory-tokens 16384 --out runs/cluster "$@")
