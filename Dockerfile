@@ -16,7 +16,9 @@ ARG MAX_JOBS=4
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN useradd --uid 10001 --create-home --shell /bin/bash mdcp
-ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
+# PIP_CONSTRAINT: the base image names a list of its own pins there, which some packages below outgrow;
+# what must stay is torch, and keep.txt holds that.
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1 PIP_CONSTRAINT=
 
 # Layer 1, changes with the pins alone. The image's torch is kept: nothing here may replace it.
 RUN python -c "import torch; print('torch==' + torch.__version__)" > /tmp/keep.txt \

@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "csrc")]
 
 import build_cuda  # noqa: E402  (csrc/build_cuda.py)
 
+OLDEST_TORCH = (2, 10)
 # The planner promises equal bytes on every machine: no fused multiply-add, no -march.
 PLANNER_FLAGS = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden", "-Wall"]
 
@@ -48,7 +49,7 @@ def wants_ops() -> bool:
     if choice == "0":
         return False
     try:
-        import torch  # noqa: F401
+        import torch
     except ImportError:
         if choice == "1":
             raise SystemExit(
@@ -57,6 +58,13 @@ def wants_ops() -> bool:
             ) from None
         print("torch is not installed: megatron_dcp._C (the torch ops) is not built.")
         return False
+    found = tuple(int(x) for x in torch.__version__.split(".")[:2])
+    if found < OLDEST_TORCH:
+        raise SystemExit(
+            f"torch {torch.__version__} found; the ops are built on the stable ABI of torch "
+            f"{'.'.join(map(str, OLDEST_TORCH))}. Install that or a newer one, or set "
+            "MDCP_BUILD_OPS=0 to plan, simulate and report without the ops."
+        )
     return True
 
 

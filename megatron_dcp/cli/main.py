@@ -62,6 +62,11 @@ def main(argv: list[str] | None = None) -> int:
     except MdcpError as error:
         print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
+    except ImportError as error:
+        if (fix := _how_to_get(error)) is None:
+            raise
+        print(f"{name}: {error}; {fix}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # whoever read stdout has left, as `| head` does
         _drop_stdout()
         return 1
@@ -92,6 +97,21 @@ def _run(args: list[str]) -> int:
         print(f"mdcp: {found}\n\n{usage()}", file=sys.stderr)
         return 2
     return int(import_module(f"megatron_dcp.cli.{args[0]}").main(args[1:]))
+
+
+def _how_to_get(error: ImportError) -> str | None:
+    """What to do where torch or a compiled part of this package is missing; None: another fault."""
+    if error.name == "torch":
+        return (
+            "this command needs torch, plan, simulate and report do not: install torch, then this "
+            "package again with --no-build-isolation, which builds its ops"
+        )
+    if error.name == "megatron_dcp" and "_planner" in str(error):
+        return (
+            "the planner is not compiled in this folder: `python setup.py build_ext --inplace` "
+            "builds it in a checkout; an installed package is found from other folders"
+        )
+    return None
 
 
 def _drop_stdout() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from megatron_dcp.cli.outputs import check_folder
+from megatron_dcp.cli.outputs import check_folder, write_whole
 from megatron_dcp.cost import budget_bytes
 from megatron_dcp.errors import ConfigError
 
@@ -69,6 +69,10 @@ def main(argv: list[str]) -> int:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {getattr(options, name)}; use at least 1"
             )
+    if not options.limit_s >= 0:
+        raise ConfigError(f"--limit-s is {options.limit_s}; use at least 0")
+    if options.device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"--device {options.device!r}: use auto, cpu or cuda")
     if options.memory_gb is not None:
         budget_bytes(options.memory_gb)
     check_folder(options.out.absolute().parent)
@@ -107,7 +111,7 @@ def profile(options: ProfileOptions) -> int:
     )  # fmt: skip
     check_same(world, fitted)
     if world.rank == 0:
-        options.out.write_text(dumps(fitted.profile))
+        write_whole(options.out, dumps(fitted.profile).encode())
         _figure(fitted, options.out.with_suffix(".png"))
         print(_summary(fitted, options.out))
     if several:
@@ -267,7 +271,10 @@ def _hf(path: str, options: ProfileOptions, device: Any) -> Subject:
         raise ConfigError(f"--model hf:...: {error}; pip install 'megatron-dcp[hf]'") from error
     from torch import nn
 
-    config = transformers.AutoConfig.from_pretrained(path)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model hf:{path}: {error}") from error
     # transformers ships no types for its factories
     make: Any = transformers.AutoModelForCausalLM.from_config
     inner = make(config, attn_implementation="megatron_dcp")

@@ -1,5 +1,5 @@
-"""scripts/launch beside recorders of the tools that they call: what these are given, and what becomes
-of their status. `test_slurm.py` runs the same scripts on a real Slurm."""
+"""scripts/launch beside recorders of the tools that they call: what these are given, and what
+becomes of their status. `test_slurm.py` runs the same scripts on a real Slurm."""
 
 import os
 import signal

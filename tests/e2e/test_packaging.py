@@ -132,6 +132,19 @@ def metadata_version(clean, cwd):
     return run(clean, "mdcp", "--version", cwd=cwd).stdout.strip()
 
 
+def test_an_older_torch_is_named_before_anything_is_compiled(tmp_path):
+    (tmp_path / "torch.py").write_text('__version__ = "2.9.0a0+50eac811a6.nv25.09"')
+    done = subprocess.run(
+        [sys.executable, "setup.py", "--version"], cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "MDCP_BUILD_OPS": "1"}, timeout=60,
+        capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "torch 2.9.0a0+50eac811a6.nv25.09 found" in done.stderr
+    assert "torch 2.10." in done.stderr
+
+
 @pytest.mark.nightly
 def test_the_train_job_runs_from_a_wheel_with_the_ops(clean, built, tmp_path):
     """The same venv with a wheel that has the ops, and torch beside it."""

@@ -32,6 +32,8 @@ def main(argv: list[str]) -> int:
     for strategy in options.strategy_names:
         check_strategy(strategy)
     check_folder(options.out)
+    if options.device == "cuda":
+        _check_gpus(options.ranks)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched == 1 and options.ranks > 1:
         status = _launch(argv, options.ranks)
@@ -40,6 +42,19 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--ranks {options.ranks} under a launcher of {launched} ranks")
     _run(options)
     return _show(options) if os.environ.get("RANK", "0") == "0" else 0
+
+
+def _check_gpus(ranks: int) -> None:
+    """Raises ConfigError unless each rank of this machine has a GPU."""
+    import torch
+
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < here:
+        raise ConfigError(
+            f"--device cuda: {here} ranks on this machine, torch finds {found} CUDA devices; "
+            "use --device cpu or fewer --ranks"
+        )
 
 
 def _launch(argv: list[str], ranks: int) -> int:

@@ -6,7 +6,7 @@ import json
 import sys
 
 from megatron_dcp.cli.outputs import check_folder
-from megatron_dcp.cli.simulate.options import SimulateOptions
+from megatron_dcp.cli.simulate.options import SimulateOptions, lengths_of
 
 
 def main(argv: list[str]) -> int:
@@ -29,6 +29,7 @@ def simulate(options: SimulateOptions) -> int:
     from megatron_dcp.cli.simulate.sweep import check_sweep, run_sweep
     from megatron_dcp.sim.compare import to_object
 
+    lengths_of.cache_clear()
     names = asked(options)
     if options.out is not None:
         check_folder(options.out)

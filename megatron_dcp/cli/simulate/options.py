@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
+import numpy.typing as npt
 import tyro
 
 from megatron_dcp.cost import CostProfile, budget_bytes, resolve
@@ -171,7 +173,7 @@ class SimulateOptions:
                 return Workload(lengths=drawn.lengths[part], shapes=shapes)
 
             return slice_of
-        lengths = np.asarray(read_lengths(self.lengths), dtype=np.int64)
+        lengths = lengths_of(self.lengths)
 
         def draw(step: int) -> Workload:
             rng = np.random.default_rng([seed, step])
@@ -179,6 +181,12 @@ class SimulateOptions:
             return Workload(lengths=tuple(int(x) for x in chosen))
 
         return draw
+
+
+@cache
+def lengths_of(source: str) -> npt.NDArray[np.int64]:
+    """Lengths in a file or on stdin. Read once: every seed and point of a sweep draws from them."""
+    return np.asarray(read_lengths(source), dtype=np.int64)
 
 
 def cut(workload: Workload, limit: int) -> Workload:

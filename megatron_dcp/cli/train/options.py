@@ -22,7 +22,8 @@ class TrainOptions:
     """Train the reference GPT on real variable-length text under several strategies.
 
     The same samples, seed and initial weights for every strategy; repeats are interleaved
-    (A B C A B C ...). Run it under torchrun; one process alone works too.
+    (A B C A B C ...). Run it under torchrun; one process alone works too. Ranks run on cores
+    (gloo), also where there are GPUs.
     """
 
     out: Path = Path("runs/train")
@@ -133,8 +134,11 @@ class TrainOptions:
             raise ConfigError("--seed and --memory-tokens must be at least 0")
         if self.link_mbytes_per_s is not None and self.scale_model != "none":
             raise ConfigError("--link-mbytes-per-s and --scale-model both set the link; pass one")
-        if self.link_mbytes_per_s is not None and self.link_mbytes_per_s <= 0:
-            raise ConfigError("--link-mbytes-per-s must be above 0")
+        rate = self.link_mbytes_per_s
+        if rate is not None and not 0 < rate < math.inf:
+            raise ConfigError(f"--link-mbytes-per-s is {rate}; use a number above 0")
+        if self.ranks_per_node is not None and self.ranks_per_node < 1:
+            raise ConfigError(f"--ranks-per-node is {self.ranks_per_node}; use at least 1")
 
     @property
     def strategy_names(self) -> list[str]:
@@ -150,8 +154,13 @@ class TrainOptions:
         return bool(self.metrics) or self.refit
 
     def strategies_on(self, ranks: int) -> list[str]:
-        """What can run there: a single rank leaves packed:2 out."""
-        return [s for s in self.strategy_names if ranks > 1 or s != "packed:2"]
+        """What can run there: a single rank leaves packed:2 out. ConfigError where none is left."""
+        found = [s for s in self.strategy_names if ranks > 1 or s != "packed:2"]
+        if not found:
+            raise ConfigError(
+                f"--strategies {self.strategies!r} names none that runs on {ranks} ranks"
+            )
+        return found
 
     @property
     def budget_tokens(self) -> int | None:

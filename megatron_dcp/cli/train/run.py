@@ -20,6 +20,7 @@ from megatron_dcp.cli.train.options import TrainOptions
 from megatron_dcp.cli.train.process import Progress, data_ranks
 from megatron_dcp.cli.train.stack import Linked
 from megatron_dcp.cli.train.virtual import Cluster, run_pack, scale_links, virtual_run
+from megatron_dcp.cost import load
 from megatron_dcp.data.stdlib import TextCorpus, stdlib_corpus
 from megatron_dcp.dist import DataWorld
 from megatron_dcp.observe.summary import RunSummary, table_lines
@@ -40,6 +41,8 @@ def main(argv: list[str]) -> int:
     topology = Topology(data_ranks=ranks, ranks_per_node=options.ranks_per_node or ranks)
     for strategy in options.strategies_on(ranks):
         check_strategy(strategy, topology)
+    if options.cost is not None:
+        load(options.cost)  # refused before the corpus is read
     with data_ranks():
         return _Trainer(options).run()
 

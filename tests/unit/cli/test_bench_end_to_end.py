@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_dcp.cli.bench_end_to_end.goals import rows
 from megatron_dcp.cli.bench_end_to_end.options import EndToEndOptions
 from megatron_dcp.cli.bench_end_to_end.sets import sample_set
 from megatron_dcp.cli.bench_end_to_end.suite import Run
+from megatron_dcp.cli.main import main
 from megatron_dcp.errors import ConfigError
 from megatron_dcp.observe.summary import RunSummary, StepRecord
 
@@ -86,3 +88,10 @@ def test_quick_is_smaller_and_keeps_what_was_asked():
 def test_bad_options_are_refused_before_ranks_are_started(option, text):
     with pytest.raises(ConfigError, match=text):
         EndToEndOptions(**option)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_gpus_that_are_not_there_are_named_before_ranks_are_started(tmp_path, capsys):
+    args = ["bench", "end-to-end", "--device", "cuda", "--out", str(tmp_path / "out")]
+    assert main(args) == 2
+    assert "2 ranks on this machine, torch finds 0 CUDA devices" in capsys.readouterr().err

@@ -47,6 +47,9 @@ def test_one_process_profiles_a_function_and_writes_a_figure(tmp_path, capsys):
         (["--model", "no.such:thing", "--out", "p.json"], "no"),
         (["--model", "gpt", "--out", "p.json", "--layers", "blocks"], "lists are at"),
         (["--model", "gpt", "--out", "p.json", "--rounds", "0"], "--rounds is 0"),
+        (["--model", "gpt", "--out", "p.json", "--device", "tpu"], "--device 'tpu'"),
+        (["--model", "gpt", "--out", "p.json", "--limit-s", "nan"], "--limit-s is nan"),
+        (["--model", "hf:/no/such/folder", "--out", "p.json"], "--model hf:/no/such/folder"),
     ],
 )
 def test_bad_usage_exits_2(args, words, tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """`mdcp simulate` from the command line: shapes of the output, exit codes, report, sweeps."""
 
+import io
 import json
 import subprocess
 import sys
@@ -112,6 +113,19 @@ def test_length_files_and_context_limit(tmp_path, capsys):
     _, cut = run_json(capsys, *args, "--context", "1000")
     mean = [o["strategies"]["dcp"]["step_ms"]["mean"] for o in (cut, whole)]
     assert mean[0] < mean[1] / 5
+
+
+def test_stdin_serves_every_seed_and_point_of_a_sweep(capsys, monkeypatch):
+    text = "\n".join(str(n) for n in range(100, 200))
+    args = ("--lengths", "-", "--strategies", "dcp", "--seeds", "2")
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    _, short = run_json(capsys, *args)
+    assert short["details"]["dcp"]["steps"] == 4
+    monkeypatch.setattr("sys.stdin", io.StringIO(text + "000\n"))
+    assert main([*FAST, *args, "--sweep", "context"]) == 0  # its own stdin, not the one before
+    rows = capsys.readouterr().out.partition("simulated sweep")[2].splitlines()[2:]
+    assert len(rows) == 6
+    assert all("x" in row for row in rows), rows
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,13 @@ from megatron_dcp.cli.main import main
     [
         (["--strategies", "packed:x"], "packed:x"),
         (["--strategies", "static:2"], "static:2"),
+        (["--strategies", ","], "--strategies ',' names none"),
+        (["--strategies", "packed:2"], "names none that runs on 1 ranks"),
         (["--ranks-per-node", "3"], "ranks_per_node 3"),
+        (["--ranks-per-node", "0"], "--ranks-per-node is 0"),
+        (["--link-mbytes-per-s", "nan"], "--link-mbytes-per-s is nan"),
+        (["--link-mbytes-per-s", "inf"], "--link-mbytes-per-s is inf"),
+        (["--train-steps", "1", "--cost", "missing.json"], "missing.json"),
         (["--lr", "nan"], "--lr is nan"),
         (["--memory-tokens", "-1"], "--memory-tokens"),
         (["--shape-quantum", "-1"], "--shape-quantum is -1"),
