@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megatron_dcp.cost import resolve
 from megatron_dcp.plan import StepPlan, Topology, Workload
 from megatron_dcp.planner import baselines as _baselines  # noqa: F401  (registers them)
@@ -31,6 +33,8 @@ __all__ = [
 def check_strategy(strategy: str, topology: Topology) -> None:
     """Raises ConfigError unless the strategy and its parameter can be used on these ranks."""
     one = Workload(lengths=(1,))
+    # Layers of the profile here need not divide over the stages of the run.
+    topology = replace(topology, pipeline_stages=1, virtual_stages=1)
     make_plan(PlanRequest(workload=one, topology=topology, profile=resolve("a100-gpt7b")), strategy)
 
 

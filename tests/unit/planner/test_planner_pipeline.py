@@ -14,7 +14,7 @@ import pytest
 from megatron_dcp.cost import resolve
 from megatron_dcp.plan import StepPlan, Topology, Workload, canonical_bytes, diff
 from megatron_dcp.plan.replay import makespan_us
-from megatron_dcp.planner import PlanRequest, make_plan
+from megatron_dcp.planner import PlanRequest, check_strategy, make_plan
 from megatron_dcp.planner.oracle import oracle_plan
 
 
@@ -28,6 +28,10 @@ def request_of(lengths: list[int], stages: int, virtual: int = 1, lockstep: int 
         profile=resolve("a100-gpt7b"),
         lockstep=lockstep,
     )
+
+
+def test_a_strategy_may_be_checked_for_any_number_of_stages() -> None:
+    check_strategy("static:4", Topology(data_ranks=8, ranks_per_node=8, pipeline_stages=3))
 
 
 def plan_of(lengths: list[int], stages: int, virtual: int = 1) -> StepPlan:
