@@ -7,6 +7,7 @@ the counted traffic, and network contention (the simulator's own subject).
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from megatron_dcp.cost.hardware import Hardware, hardware
@@ -123,14 +124,16 @@ def profile(
     data ranks means ZeRO-3, whose state is sharded. memory_gb: memory of one rank instead of the
     datasheet's, 1e9 bytes. net_gbit_per_s: network rate per rank instead of the datasheet's.
     With pipeline stages the state is divided by the stages; time and activation terms are divided
-    by the cost model itself. Raises ConfigError for unknown names, or where the state alone
-    exceeds the memory.
+    by the cost model itself. Raises ConfigError for unknown names, impossible rates, or where the
+    state alone exceeds the memory.
     """
     hw = hardware(hardware_name) if isinstance(hardware_name, str) else hardware_name
     spec = model(model_name) if isinstance(model_name, str) else model_name
     if memory_gb is not None:
         hw = replace(hw, memory_bytes=budget_bytes(memory_gb))
     if net_gbit_per_s is not None:
+        if not 0 < net_gbit_per_s < math.inf:
+            raise ConfigError(f"network rate of {net_gbit_per_s} Gbit/s; use a number above 0")
         hw = replace(hw, net_link_bytes_per_s=net_gbit_per_s * 1e9 / 8)
     if topology is None:
         topology = Topology(data_ranks=hw.ranks_per_node, ranks_per_node=hw.ranks_per_node)

@@ -130,7 +130,7 @@ _NON_NEGATIVE = (
     "linear_us_per_token", "attn_us_per_pair", "attn_spatial_us_per_pair",
     "attn_temporal_us_per_pair", "linear_half_tokens", "attn_half_tokens", "static_bytes",
     "kept_bytes_per_token_layer", "checkpoint_bytes_per_token_layer", "working_bytes_per_token",
-    "head_bytes_per_token", "budget_bytes",
+    "head_bytes_per_token",
 )  # fmt: skip
 
 
@@ -181,6 +181,9 @@ def _check_ranges(p: CostProfile) -> None:
     for key in _NON_NEGATIVE:
         value = getattr(p, key)
         _require(_number(value) and value >= 0, p.name, key, value, _NUMBER)
+    budget = p.budget_bytes
+    ok = isinstance(budget, int) and _number(budget) and budget >= 0
+    _require(ok, p.name, "budget_bytes", budget, f"an integer in 0..{_MOST:g}")
     for f in dataclasses.fields(p.model):
         value, most = getattr(p.model, f.name), _MOST_INT.get(f.name, _MOST_SHAPE)
         ok = _integer(value, most)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -50,8 +52,11 @@ def read_workload(source: str, *, samples: int | None = None, seed: int = 0) -> 
 def read_lengths(source: str | Path) -> tuple[int, ...]:
     """Lengths in tokens from a file by its suffix, or from stdin for `-`."""
     if str(source) == "-":
-        text = "" if sys.stdin is None else sys.stdin.read()
-        return _checked(_numbers(text, "stdin"), "stdin")
+        try:
+            text = "" if sys.stdin is None else sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"lengths on stdin are not UTF-8 text: {error.reason}") from error
+        return _checked(_numbers(text.removeprefix("\ufeff"), "stdin"), "stdin")
     path = Path(source)
     readers: dict[str, Callable[[Path], Sequence[Any]]] = {
         ".txt": lambda p: _numbers(p.read_text(encoding="utf-8-sig"), str(p)),
@@ -103,12 +108,15 @@ def _json(path: Path) -> Sequence[Any]:
 
 def _npy(path: Path) -> Sequence[Any]:
     try:
-        array = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, MemoryError, OverflowError) as error:
+        # not np.load, which also opens zip archives
+        with path.open("rb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of headers that Python 2 wrote
+            array = np.lib.format.read_array(file, allow_pickle=False)
+    except (ValueError, EOFError, MemoryError, OverflowError, TokenError) as error:
         why = str(error).partition("If you trust")[0].strip()  # numpy's advice is to unpickle it
         raise ConfigError(f"lengths {str(path)!r} is not a plain .npy array: {why}") from error
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "iu":
-        found = f"{array.dtype} of shape {array.shape}" if hasattr(array, "dtype") else type(array)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        found = f"{array.dtype} of shape {array.shape}"
         raise ConfigError(f"lengths {str(path)!r}: found {found}, expected a 1-D array of integers")
     values: list[Any] = array.tolist()
     return values

@@ -38,6 +38,10 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if not self.budget_bytes:
             object.__setattr__(self, "budget_bytes", self.profile.budget_bytes)
+        if not isinstance(self.budget_bytes, int):
+            raise ConfigError(
+                f"memory budget is {self.budget_bytes!r}; give the bytes of one rank as an integer"
+            )
         if self.budget_bytes < 1:
             raise ConfigError(
                 f"memory budget is {self.budget_bytes} bytes and profile {self.profile.name!r} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import struct
@@ -88,6 +89,8 @@ BAD_INPUT = [
     (["--lengths", "preset:wiki", "--samples", "0"], 2, "found n 0"),
     (["--lengths", "nothing.npy"], 2, "not a plain .npy array"),
     (["--lengths", "endless.npy"], 2, "not a plain .npy array"),
+    (["--lengths", "zip.npy"], 2, "not a plain .npy array"),
+    (["--lengths", "open.npy"], 2, "not a plain .npy array"),
     (["--lengths", "endless.idx"], 2, "cut short: 4611686018427387904 sequences"),
     (["--lengths", "header.idx"], 2, "cut short: 12 bytes"),
     (["--lengths", "good.txt", "--out", "no/such/folder.json"], 2, "cannot write"),
@@ -109,6 +112,8 @@ def test_bad_input(
         "endless.idx": "MMIDIDX\0\0\1" + "\0" * 7 + "\4" + "\0" * 7 + "@" + "\0" * 8,
         "endless.npy": "\x93NUMPY\1\0\x76\0{'descr': '<i8', 'fortran_order': False, "
         + f"'shape': ({10**26},)}}".ljust(75) + "\n",
+        "zip.npy": "PK\3\4",
+        "open.npy": "\x93NUMPY\1\0\x76\0{'descr': (".ljust(127) + "\n",
     }  # fmt: skip
     for name, text in files.items():
         (tmp_path / name).write_text(text, encoding="latin-1")
@@ -118,6 +123,22 @@ def test_bad_input(
     assert words in captured.err
     assert captured.out == ""
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(files)
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "words"),
+    [(b"\xef\xbb\xbf5\r\n7\n", 0, ""), (b"5\n\xff\n", 2, "lengths on stdin are not UTF-8")],
+)
+def test_lengths_on_stdin(
+    sent: bytes, code: int, words: str,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(sent), encoding="utf-8"))
+    assert main(["plan", "--lengths", "-", "--ranks", "2", "--json"]) == code
+    captured = capsys.readouterr()
+    assert words in captured.err
+    if code == 0:
+        assert json.loads(captured.out)["lengths"] == [5, 7]
 
 
 def test_oversize_is_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,12 @@ def test_unknown_names_are_refused_with_the_known_ones():
         profile("h200", "gpt-8b")
 
 
+@pytest.mark.parametrize("rate", [0, -1.0, float("nan"), float("inf")])
+def test_impossible_network_rates_are_refused(rate):
+    with pytest.raises(ConfigError, match="network rate"):
+        profile("h200", "gpt-7b", net_gbit_per_s=rate)
+
+
 @pytest.mark.parametrize("title", list(all_tables()))
 def test_the_page_shows_the_tables_that_the_command_prints(title):
     assert all_tables()[title] in PAGE.read_text()

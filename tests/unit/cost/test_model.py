@@ -160,6 +160,8 @@ def test_fingerprint_and_fit_do_not_change_the_digest():
         ({"head_bytes_per_token": 1e300}, "head_bytes_per_token is 1e[+]300"),
         ({"attn_us_per_pair": 10**400}, r"1000000000.*\(401 characters\)"),
         ({"static_bytes": float("nan")}, "static_bytes is nan"),
+        ({"budget_bytes": 2.8672e10}, "budget_bytes is 28672000000.0, it must be an integer"),
+        ({"budget_bytes": True}, "budget_bytes"),
         ({"name": "\ud800"}, "surrogates"),
         (
             {"overhead_us": {"async_": 5.0}},
