@@ -29,7 +29,8 @@ Inputs check_inputs(const Tensor& q, const Tensor& k, const Tensor& v) {
   in.v = rows_of(v, "v");
   in.dtype = in.q.dtype;
   STD_TORCH_CHECK(in.k.dtype == in.dtype && in.v.dtype == in.dtype,
-                  "q, k and v must have one dtype.");
+                  "q, k and v must have one dtype; got ", text_of(q), ", ", text_of(k), " and ",
+                  text_of(v), ".");
   in.shape = {q.size(0), k.size(0), q.size(1), k.size(1), q.size(2)};
   const Shape& s = in.shape;
   STD_TORCH_CHECK(
@@ -53,8 +54,9 @@ Rows check_like(const Tensor& t, const Shape& s, bool query, DType dtype, bool a
                   t.size(1), ", ", t.size(2), "].");
   const DType accumulator = dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
   STD_TORCH_CHECK(rows.dtype == accumulator || (!accumulator_only && rows.dtype == dtype), name,
-                  accumulator_only ? " must be float32 (float64 for float64 inputs)."
-                                   : " must have the dtype of q or its accumulation type.");
+                  accumulator_only ? " must be float32 (float64 for float64 inputs); got "
+                                   : " must have the dtype of q or its accumulation type; got ",
+                  text_of(t), ".");
   return rows;
 }
 
@@ -93,7 +95,9 @@ SegmentList check_segments(const std::vector<int64_t>& rows, const Shape& s) {
 
 SegmentList check_segments(const Tensor& segments, const Shape& s) {
   STD_TORCH_CHECK(segments.dim() == 2 && segments.size(1) == 6,
-                  "segments must be [count, 6]: q_start, q_len, k_start, k_len, diagonal, window.");
+                  "segments must be [count, 6]: q_start, q_len, k_start, k_len, diagonal, window; "
+                  "got ",
+                  text_of(segments), ".");
   return check_segments(integers_of(segments, "segments"), s);
 }
 
@@ -102,12 +106,15 @@ SegmentList varlen_segments(const Tensor& cu_q, const Tensor& cu_k, const Shape&
                             int64_t left, int64_t right) {
   const std::vector<int64_t> q = integers_of(cu_q, "cu_seqlens_q");
   const std::vector<int64_t> k = integers_of(cu_k, "cu_seqlens_k");
-  STD_TORCH_CHECK(cu_q.dim() == 1 && !q.empty() && q.size() == k.size(),
+  STD_TORCH_CHECK(cu_q.dim() == 1 && cu_k.dim() == 1 && !q.empty() && q.size() == k.size(),
                   "cu_seqlens_q and cu_seqlens_k must be 1-D with one element more than there are "
                   "sequences; got ",
-                  q.size(), " and ", k.size(), " elements.");
-  STD_TORCH_CHECK(q.front() == 0 && k.front() == 0, "cu_seqlens must start at 0.");
-  STD_TORCH_CHECK(left >= -1 && right >= -1, "window_size must be (left, right), each -1 or more.");
+                  text_of(cu_q), " and ", text_of(cu_k), ".");
+  STD_TORCH_CHECK(q.front() == 0 && k.front() == 0, "cu_seqlens must start at 0; they start at ",
+                  q.front(), " (q) and ", k.front(), " (k). Subtract that, and slice q, k and v.");
+  STD_TORCH_CHECK(left >= -1 && right >= -1,
+                  "window_size must be (left, right), each -1 (no limit) or more; got (", left,
+                  ", ", right, ").");
   std::vector<int64_t> rows;
   for (size_t b = 0; b + 1 < q.size(); ++b) {
     const int64_t lq = q[b + 1] - q[b], lk = k[b + 1] - k[b];

@@ -3,6 +3,36 @@
 #include <atomic>
 
 namespace mdcp::glue {
+namespace {
+
+std::string name_of(ScalarType type) {
+  switch (type) {
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Bool:
+      return "bool";
+    default:
+      return "dtype number " + std::to_string(static_cast<int>(type));
+  }
+}
+
+}  // namespace
+
+std::string text_of(const Tensor& t) {
+  std::string text = name_of(t.scalar_type()) + " [";
+  for (int64_t d = 0; d < t.dim(); ++d) text += (d ? ", " : "") + std::to_string(t.size(d));
+  return text + "]" + (t.is_contiguous() ? "" : ", not contiguous");
+}
 
 DType float_type(const Tensor& t, const char* name) {
   switch (t.scalar_type()) {
@@ -17,8 +47,8 @@ DType float_type(const Tensor& t, const char* name) {
     default:
       break;
   }
-  STD_TORCH_CHECK(false, name, " must be float64, float32, bfloat16 or float16; got dtype number ",
-                  static_cast<int>(t.scalar_type()), ". Convert it before the call.");
+  STD_TORCH_CHECK(false, name, " must be float64, float32, bfloat16 or float16; got ", text_of(t),
+                  ". Convert it before the call.");
 }
 
 Rows rows_of(const Tensor& t, const char* name) {
@@ -33,24 +63,23 @@ Rows rows_of(const Tensor& t, const char* name) {
 
 Stat stat_of(const Tensor& t, DType reference, int64_t heads, int64_t rows, const char* name) {
   STD_TORCH_CHECK(t.dim() == 2 && t.size(0) == heads && t.size(1) == rows, name,
-                  " must be [heads, tokens] = [", heads, ", ", rows, "]; got ", t.dim(),
-                  " dimensions of sizes ", t.dim() > 0 ? t.size(0) : 0, ", ",
-                  t.dim() > 1 ? t.size(1) : 0, ".");
+                  " must be [heads, tokens] = [", heads, ", ", rows, "]; got ", text_of(t), ".");
   STD_TORCH_CHECK(t.scalar_type() == accumulation_type(reference), name,
-                  " must be float32 (float64 for float64 inputs).");
+                  " must be float32 (float64 for float64 inputs); got ", text_of(t), ".");
   return Stat{t.data_ptr(), t.stride(0), t.stride(1)};
 }
 
 std::vector<int64_t> integers_of(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.is_cpu(), name, " must be on the CPU for this kernel.");
-  STD_TORCH_CHECK(t.is_contiguous(), name, " must be contiguous.");
+  STD_TORCH_CHECK(t.is_contiguous(), name, " must be contiguous; got ", text_of(t), ".");
   const int64_t n = t.numel();
   std::vector<int64_t> values(n);
   if (t.scalar_type() == ScalarType::Int) {
     const auto* p = static_cast<const int32_t*>(t.data_ptr());
     for (int64_t i = 0; i < n; ++i) values[i] = p[i];
   } else {
-    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Long, name, " must be int32 or int64.");
+    STD_TORCH_CHECK(t.scalar_type() == ScalarType::Long, name, " must be int32 or int64; got ",
+                    text_of(t), ".");
     const auto* p = static_cast<const int64_t*>(t.data_ptr());
     for (int64_t i = 0; i < n; ++i) values[i] = p[i];
   }
@@ -60,8 +89,8 @@ std::vector<int64_t> integers_of(const Tensor& t, const char* name) {
 const int64_t* indices_of(const Tensor& t, int64_t count, const char* name) {
   STD_TORCH_CHECK(t.is_cpu() && t.is_contiguous() && t.scalar_type() == ScalarType::Long &&
                       t.dim() == 1 && t.size(0) == count,
-                  name, " must be a contiguous int64 CPU tensor of ", count, " elements; got ",
-                  t.numel(), " elements.");
+                  name, " must be a contiguous 1-D int64 CPU tensor of ", count, " elements; got ",
+                  text_of(t), ".");
   return static_cast<const int64_t*>(t.data_ptr());
 }
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "cpu/attention.h"
@@ -15,6 +16,9 @@ namespace mdcp::glue {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
+
+// A tensor in an error message: "float32 [6, 2, 16]".
+std::string text_of(const Tensor& t);
 
 // Storage type of a float tensor, or an error naming the argument.
 DType float_type(const Tensor& t, const char* name);

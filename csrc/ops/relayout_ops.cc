@@ -13,7 +13,9 @@ using Three = std::tuple<Tensor, Tensor, Tensor>;
 
 Three zigzag_partition(const Tensor& cu_seqlens, int64_t degree, int64_t total) {
   const std::vector<int64_t> cu = integers_of(cu_seqlens, "cu_seqlens");
-  STD_TORCH_CHECK(!cu.empty() && cu.front() == 0, "cu_seqlens must start at 0.");
+  STD_TORCH_CHECK(cu_seqlens.dim() == 1 && !cu.empty() && cu.front() == 0,
+                  "cu_seqlens must be 1-D and start at 0; got ", text_of(cu_seqlens),
+                  cu.empty() ? "" : " from " + std::to_string(cu.front()), ".");
   STD_TORCH_CHECK(degree > 0, "degree must be 1 or more; got ", degree, ".");
   for (size_t i = 1; i < cu.size(); ++i) {
     STD_TORCH_CHECK(cu[i] >= cu[i - 1], "cu_seqlens must not decrease.");

@@ -111,7 +111,9 @@ CrossEntropyArgs cross_entropy_args(const Tensor& logits, const Tensor& labels,
     STD_TORCH_CHECK(weights->dim() == 1 && weights->size(0) == args.tokens &&
                         weights->is_contiguous() &&
                         weights->scalar_type() == accumulation_type(args.dtype),
-                    "weights must be [tokens], contiguous, float32 (float64 for float64 logits).");
+                    "weights must be [tokens], contiguous, float32 (float64 for float64 logits); "
+                    "got ",
+                    text_of(*weights), " for ", args.tokens, " tokens.");
     args.weights = weights->data_ptr();
   }
   return args;

@@ -175,6 +175,7 @@ def segment_attention_forward(
         rng_key=rng_key,
         head_offset=head_offset,
     )
+    _mark_written(out, lse)
 
 
 def segment_attention_backward(
@@ -225,6 +226,13 @@ def segment_attention_backward(
         rng_key=rng_key,
         head_offset=head_offset,
     )
+    _mark_written(dq, dk, dv)
+
+
+def _mark_written(*tensors: Tensor) -> None:
+    """Let autograd see writes of the in-place ops; under torch.compile it does by itself."""
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(tensors)
 
 
 def _scale(softmax_scale: float | None, q: Tensor) -> float:

@@ -36,6 +36,7 @@ class Mask:
     window_size: tuple[int, int] = (-1, -1)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "window_size", tuple(self.window_size))  # a list has no hash
         if len(self.window_size) != 2 or min(self.window_size) < -1:
             raise ConfigError(
                 f"window_size {self.window_size!r}: pass (left, right), each -1 (no limit) or >= 0"

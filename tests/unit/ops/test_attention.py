@@ -303,13 +303,24 @@ def test_dropout_without_positions_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a | {"k": a["k"].float()}, "one dtype"),
+        (lambda a: a | {"k": a["k"].float()}, "one dtype; got float64 .*float32"),
         (lambda a: a | {"v": a["v"][:-1]}, "k and v must be"),
         (lambda a: a | {"k": a["k"][:, :1].repeat(1, 3, 1)}, "k and v must be"),
         (lambda a: a | {"cu_seqlens_q": cu([3, 1])}, "one element more"),
         (lambda a: a | {"cu_seqlens_q": torch.tensor([0, 9])}, "leaves q"),
-        (lambda a: a | {"cu_seqlens_q": torch.tensor([1, 4])}, "start at 0"),
-        (lambda a: a | {"cu_seqlens_k": torch.tensor([0.0, 4.0])}, "int32 or int64"),
+        (lambda a: a | {"cu_seqlens_q": torch.tensor([1, 4])}, r"start at 0; .* 1 \(q\)"),
+        (lambda a: a | {"cu_seqlens_q": torch.tensor([[0, 4]])}, "1-D"),
+        (lambda a: a | {"cu_seqlens_k": torch.tensor([[0, 4]])}, r"1-D .* int64 \[1, 2\]"),
+        (lambda a: a | {"cu_seqlens_k": torch.tensor([0.0, 4.0])}, "int64; got float32"),
+        (lambda a: a | {"window_size": (-2, 0)}, r"no limit.*got \(-2, 0\)"),
+        (
+            lambda a: (
+                a
+                | {"dropout_p": 0.1, "sample_ids": torch.zeros(4, dtype=torch.int32)}
+                | {"q_positions": torch.arange(4), "k_positions": torch.arange(4)}
+            ),
+            r"sample_ids must be .* int64 .*got int32 \[4\]",
+        ),
         (lambda a: a | {"softcap": -1.0}, "softcap"),
         (lambda a: a | {"q": a["q"].long()}, "float64, float32"),
     ],
@@ -404,6 +415,23 @@ def test_bounds_of_the_band_may_be_any_integer(dtype, far, near):
     got = grads(lambda *t: ops.segment_attention(*t, a), tensors)
     want = grads(lambda *t: ops.segment_attention(*t, b), tensors)
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+def test_autograd_notices_accumulators_that_were_written():
+    """What a graph has saved of them must not change under it unseen."""
+    q, k, v = make(4, 4)
+    segments = segment_tensor([full_segment(0, 4, 0, 4)])
+    scale = torch.ones(q.shape, dtype=q.dtype, requires_grad=True)
+    out, lse = ops.new_accumulators(q)
+    kept = scale * out
+    ops.segment_attention_forward(q, k, v, segments, out, lse)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+    sums = [torch.zeros_like(x) for x in (q, k, v)]
+    kept = sum((scale[:, : x.shape[1]] * x).sum() for x in sums)
+    ops.segment_attention_backward(out, q, k, v, out, lse, segments, *sums)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
 
 
 def test_many_small_merges_do_not_drift():

@@ -37,6 +37,10 @@ def test_zigzag_balances_causal_work():
 def test_zigzag_marks_places_after_the_last_token():
     index, _, _ = ops.zigzag_partition(cu([3, 2]), 2, total=8)
     assert index[5:].tolist() == [-1, -1, -1]
+    with pytest.raises(RuntimeError, match=r"1-D and start at 0; got int64 \[2, 2\]"):
+        ops.zigzag_partition(torch.tensor([[0, 1], [3, 4]]), 2, 4)
+    with pytest.raises(RuntimeError, match=r"start at 0; .* from 1"):
+        ops.zigzag_partition(torch.tensor([1, 4]), 2, 4)
     with pytest.raises(RuntimeError, match="beyond the total of 4"):
         ops.zigzag_partition(cu([3, 2]), 2, total=4)
 

@@ -76,6 +76,12 @@ def test_mixed_dtypes_are_refused_whatever_the_scheme(odd: int) -> None:
         mdcp.attention(*given)
 
 
+def test_a_window_may_be_a_list_as_configs_give_it() -> None:
+    with mdcp.packed([3, 4], prefix=[2, 0]):
+        given = mdcp.attention(*qkv(7), window_size=[1, 0])  # type: ignore[arg-type]
+        assert torch.equal(given, mdcp.attention(*qkv(7), window_size=(1, 0)))
+
+
 def test_no_heads_are_refused() -> None:
     q, k, v = qkv(3)
     with mdcp.packed([3]), pytest.raises(ConfigError, match="0 KV heads"):
