@@ -88,8 +88,15 @@ def ulysses_split(x: Tensor, degree: int) -> Tensor:
 
 
 def zero_padding_(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Zero the rows of `x` [N, ...] beyond cu_seqlens[-1], in place; returns `x`."""
-    _ops.zero_padding_(x, cu_seqlens)
+    """Zero the rows of `x` [N, ...] beyond cu_seqlens[-1], in place; returns `x`.
+
+    Differentiable: the gradient of these rows is 0.
+    """
+    if torch.is_grad_enabled() and x.requires_grad:
+        # Autograd sees nothing of what a kernel writes; this it records. The kernel still checks.
+        padding = torch.arange(x.shape[0], device=x.device) >= cu_seqlens[-1].to(x.device)
+        x.masked_fill_(padding.view(-1, *[1] * (x.dim() - 1)), 0)
+    _ops.zero_padding_(x.detach(), cu_seqlens)
     return x
 
 

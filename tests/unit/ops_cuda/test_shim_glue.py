@@ -8,6 +8,7 @@ import torch
 from shim_driver import load_build_module
 
 from megatron_dcp import ops  # registers megatron_dcp::, the schemas and the CPU kernels
+from megatron_dcp.ops import relayout
 from megatron_dcp.ops.rows import rope_frequencies
 
 NAMES = [
@@ -208,6 +209,17 @@ def test_moves(shim, dtype):
     shim.zero_padding_(padded[0], cu)
     cpu.zero_padding_(padded[1], cu)
     close([padded], 0)
+
+
+def test_zeroed_rows_have_no_gradient(shim, monkeypatch):
+    monkeypatch.setattr(relayout, "_ops", shim)
+    x = torch.randn(6, 3, requires_grad=True)
+    y = x * 2
+    ops.zero_padding_(y, torch.tensor([0, 1, 4]))
+    y.sum().backward()
+    assert x.grad[:4].eq(2).all()
+    assert x.grad[4:].eq(0).all()
+    assert y[4:].eq(0).all()
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
