@@ -113,6 +113,9 @@ Bound lower_bound(const Table& table) {
     const double alone = table.fastest(x.sample).alone;
     if (alone > tau) tau = alone, worst = &s;
   }
+  double us = 0.0;
+  for (const Item& x : items) us += (std::min(x.open.alone, tau) + o) * x.count;
+  table.require_short(us);
   const auto rounded = [&](double us) { return i64(std::floor(us * kNominalSpeed / fast + 0.5)); };
   const i64 longest = rounded(tau + o);
   i64 area = area_bound(table, items, longest, fast);

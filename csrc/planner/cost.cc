@@ -136,7 +136,7 @@ i64 Cost::time_us(const Pack& pack, int degree, Mode mode, int recompute, int sp
   const Parts t = parts(pack, degree, mode, recompute);
   double total = t.linear + t.attention + t.comm + overhead_;
   if (speed != kNominalSpeed) total = total * kNominalSpeed / speed;
-  return whole(std::floor(total + 0.5));
+  return rounded(total);
 }
 
 double Cost::bytes_per_token(int recompute) const {

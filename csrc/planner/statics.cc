@@ -127,10 +127,13 @@ void try_degree(const Table& table, int degree, Plan* best) {
   std::vector<i64> weights;
   std::vector<int> all;
   const i64 overhead = i64(table.cost().overhead() + 0.5);
+  double total = 0.0;
   for (const Pack& s : q.samples) {
     weights.push_back(table.best_mode(s, degree, -1, &mode, &r) - overhead);
     all.push_back(int(all.size()));
+    total += double(weights.back());
   }
+  if (total >= kMostUs) return;
   const Packs bins = lpt(table, weights, firsts, degree);
   Plan plan;
   for (size_t b = 0; b < bins.size(); ++b) {

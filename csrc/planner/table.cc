@@ -6,7 +6,7 @@ namespace mdcp {
 
 namespace {
 
-constexpr double kLargest = 4e18;  // times and pair counts stay inside 64 bits
+constexpr double kMostPairs = 2e18;  // of a batch, to stay inside 64 bits
 
 bool is_power(int x) { return x > 0 && (x & (x - 1)) == 0; }
 
@@ -197,20 +197,29 @@ bool Table::fewer_may_win(i64 tokens, int packs) const {
 
 // Refuses batches whose pair counts or times would leave 64 bits.
 void Table::check_size() const {
-  double pairs = 0.0, us = 0.0, tokens = 0.0;
-  for (const Pack& s : request_.samples) {
-    tokens += double(s.tokens);
-    pairs += double(s.pairs) + double(s.pairs2);
-  }
+  double pairs = 0.0, us = 0.0;
+  for (const Pack& s : request_.samples) pairs += double(s.pairs) + double(s.pairs2);
   const double linear = 1.0 + cost_.profile().again_linear;
   const double attention = 1.0 + cost_.profile().again_attention;
   for (const Parts& t : single_)
     us += t.linear * linear + t.attention * attention + cost_.overhead();
-  const double slowest = request_.speed.empty() ? kNominalSpeed : 1;
-  if (pairs * 2.0 < kLargest && us * 4.0 * kNominalSpeed / slowest < kLargest && us == us) return;
+  if (pairs >= kMostPairs)
+    throw PlanFailure("the global batch of " + std::to_string(request_.samples.size()) +
+                      " samples has " + std::to_string(pairs) +
+                      " attention pairs, more than a plan can count; check lengths");
+  require_short(us);
+}
+
+void Table::require_short(double us) const {
+  if (!request_.speed.empty()) {
+    const int slowest = *std::min_element(request_.speed.begin(), request_.speed.end());
+    us = std::max(us, us * kNominalSpeed / slowest);
+  }
+  if (us < kMostUs) return;
   throw PlanFailure("the global batch of " + std::to_string(request_.samples.size()) +
                     " samples is predicted to take " + std::to_string(us) +
-                    " us on one rank, which no plan can hold; check lengths and cost profile");
+                    " us one after the other, which no plan can hold; check lengths and cost "
+                    "profile");
 }
 
 i64 Table::most_tokens() const {

@@ -47,6 +47,8 @@ class Table {
   bool fewer_may_win(i64 tokens, int packs) const;
   // Throws PlanFailure when a sample fits nowhere.
   void require_feasible() const;
+  // Throws PlanFailure when what the batch takes, us at nominal speed, may leave 64 bits.
+  void require_short(double us) const;
 
   const std::vector<int>& degrees() const { return degrees_; }
   bool legal(int degree) const;

@@ -85,6 +85,10 @@ struct Plan {
 
 constexpr int kNominalSpeed = 1000;
 
-inline i64 rounded(double us) { return i64(std::floor(us + 0.5)); }
+// What a batch may take on one rank, us: 31 years. Sums of times, scaled by speeds per mille, stay
+// inside 64 bits. A longer placement (a link that is no link) counts as this long: nothing runs it.
+constexpr double kMostUs = 1e15;
+
+inline i64 rounded(double us) { return us < kMostUs ? i64(std::floor(us + 0.5)) : i64(kMostUs); }
 
 }  // namespace mdcp

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_dcp.cost import resolve
+from megatron_dcp.cost import CostProfile, resolve
 from megatron_dcp.cost.derive import profile
 from megatron_dcp.data.generators import generate
 from megatron_dcp.errors import PlanError
@@ -126,6 +127,29 @@ def test_a_model_of_many_bytes_a_token_keeps_its_budget() -> None:
         profile("h200", "gpt-30b", topology, lockstep=8),
     )
     same_bytes(PlanRequest(workload=workload, topology=topology, profile=heavy, lockstep=8))
+
+
+def without_links(*degrees: int) -> CostProfile:
+    """The largest time per byte that a profile may state, for these rows of its links."""
+    p = resolve("a100-gpt7b")
+    rows = [replace(x, us_per_byte=1e15) if x.max_degree in degrees else x for x in p.links]
+    return replace(p, links=tuple(rows))
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("lockstep", [1, 8])
+def test_a_link_that_is_no_link_is_not_used(stages: int, lockstep: int) -> None:
+    request = replace(
+        request_of([120_000, 90_000, 70_000, 3000, 200, 60], 8, 8, lockstep),
+        topology=Topology(data_ranks=8, ranks_per_node=8, pipeline_stages=stages),
+        profile=without_links(2, 4),
+    )
+    assert {p.degree for p in same_bytes(request).placements} <= {1, 5, 6, 7, 8}
+
+
+def test_a_step_that_never_ends_is_refused() -> None:
+    with pytest.raises(PlanError, match="no plan can hold"):
+        make_plan(replace(request_of([60_000, 100], 8, 8), profile=without_links(2, 4, 8)))
 
 
 def test_headline_lengths() -> None:
