@@ -102,8 +102,12 @@ void pack_block(const Table& table, const Block& block, int want, std::vector<Pl
   }
   const Packs packs = first_fit(table, order, cap);
   i64 total = price_all(table, block, packs, &best);
+  const auto recomputed = [](const Placement& p) { return p.recompute > 0; };
   while (best.size() > 1 && table.request().recompute) {
-    if (d == 1 && !table.fewer_may_win(tokens, int(best.size()))) break;
+    // What recomputes already may recompute a little more.
+    if (d == 1 && !std::any_of(best.begin(), best.end(), recomputed) &&
+        !table.fewer_may_win(tokens, int(best.size())))
+      break;
     const i64 t = price_all(table, block, spread(table, order, best.size() - 1), &other);
     if (t < 0 || t >= total) break;
     total = t;

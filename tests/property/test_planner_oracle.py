@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_dcp.cost import CostProfile, resolve
 from megatron_dcp.cost.derive import profile
+from megatron_dcp.cost.profile import Overhead
 from megatron_dcp.data.generators import generate
 from megatron_dcp.errors import PlanError
 from megatron_dcp.plan import StepPlan, Topology, Workload, canonical_bytes, diff
@@ -127,6 +128,19 @@ def test_a_model_of_many_bytes_a_token_keeps_its_budget() -> None:
         profile("h200", "gpt-30b", topology, lockstep=8),
     )
     same_bytes(PlanRequest(workload=workload, topology=topology, profile=heavy, lockstep=8))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("length", [1600, 3200, 6400])
+@pytest.mark.parametrize("longer", [[], [9000], [30_000, 12_000]])
+def test_packs_are_merged_as_long_as_that_is_faster(
+    longer: list[int], length: int, ranks: int
+) -> None:
+    """Where a microbatch costs much, recomputed packs are worth merging further."""
+    costly = replace(resolve("a100-gpt7b"), overhead_us=Overhead(async_=629e3, lockstep=629e3))
+    for samples in (4, 8, 16, 24):
+        request = request_of([*longer, *[length] * samples], ranks, ranks)
+        same_bytes(replace(request, profile=costly))
 
 
 def without_links(*degrees: int) -> CostProfile:
