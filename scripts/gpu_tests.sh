@@ -9,7 +9,9 @@
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python3}
+# shellcheck source=scripts/launch/common.sh
+. scripts/launch/common.sh # the checkout's .venv, where there is one
+PYTHON=${PYTHON:-$MDCP_PYTHON}
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 
 "$PYTHON" -c 'import torch, sys; sys.exit(not torch.cuda.is_available())' ||

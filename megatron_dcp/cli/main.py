@@ -9,6 +9,7 @@ result only. A subcommand module has `main(argv: list[str]) -> int` and is impor
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from importlib import import_module, util
@@ -51,6 +52,8 @@ def usage() -> str:
 def main(argv: list[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     name = f"mdcp {args[0]}" if args else "mdcp"
+    if isinstance(sys.stdout, io.TextIOWrapper):  # tables hold signs that LANG=C cannot write
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = _run(args)
         if sys.stdout is not None:

@@ -7,5 +7,7 @@
 #   SEEDS=2 bash scripts/reproduce/original_dcp.sh                  # a quick look
 set -euo pipefail
 cd "$(dirname "$0")/../.."
-exec "${PYTHON:-python}" -m scripts.reproduce.original_dcp \
+# shellcheck source=scripts/launch/common.sh
+. scripts/launch/common.sh # the checkout's .venv, where there is one
+exec "${PYTHON:-$MDCP_PYTHON}" -m scripts.reproduce.original_dcp \
   --seeds "${SEEDS:-20}" --flexsp-limit-s "${FLEXSP_LIMIT_S:-20}" "$@"

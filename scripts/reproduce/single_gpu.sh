@@ -13,7 +13,9 @@
 set -euo pipefail
 case ${1:-} in -h | --help) sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")/../.."
-PYTHON=${PYTHON:-python3}
+# shellcheck source=scripts/launch/common.sh
+. scripts/launch/common.sh # the checkout's .venv, where there is one
+PYTHON=${PYTHON:-$MDCP_PYTHON}
 die() { printf 'single_gpu.sh: %s\n' "$*" >&2; exit 1; }
 
 shared=(--ranks 1 --settings "" --virtual-ranks 32 --out runs/single_gpu)

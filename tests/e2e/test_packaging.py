@@ -136,7 +136,7 @@ def test_an_older_torch_is_named_before_anything_is_compiled(tmp_path):
     (tmp_path / "torch.py").write_text('__version__ = "2.9.0a0+50eac811a6.nv25.09"')
     done = subprocess.run(
         [sys.executable, "setup.py", "--version"], cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": str(tmp_path), "MDCP_BUILD_OPS": "1"}, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(tmp_path), "MDCP_BUILD_OPS": "1"}, timeout=300,
         capture_output=True, text=True,
         check=False,
     )  # fmt: skip

@@ -1,5 +1,6 @@
 """`mdcp` itself: what it says where a part of the installation is missing."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -33,6 +34,17 @@ def test_commands_that_need_torch_say_so(args, tmp_path):
     assert done.returncode == 1
     assert "this command needs torch" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_terminal_without_unicode_gets_the_table():
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_dcp", "simulate", "--ranks", "8", "--steps", "1",
+         "--batch", "16", "--strategies", "dcp"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "tok/s/rank" in done.stdout
 
 
 def test_a_checkout_that_is_not_built_says_how(tmp_path):
