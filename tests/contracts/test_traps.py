@@ -117,6 +117,10 @@ def test_batch_sizes_of_a_stock_config_keep_their_meaning() -> None:
         split_config({**stock, "megatron_dcp": {"colaesce": True}}, 2)
     with pytest.raises(AdapterError, match="sequence_parallel_size"):
         split_config({**stock, "sequence_parallel_size": 2}, 2)
+    for section in ({"coalesce": "false"}, {"shuffle": 0}, None, []):
+        with pytest.raises(ConfigError, match=r"use true or false|no JSON object"):
+            split_config({**stock, "megatron_dcp": section}, 2)
+    assert split_config({**stock, "compile": None}, 2).global_batch == 24
 
 
 def test_objectives_follow_the_count_policy() -> None:

@@ -49,6 +49,15 @@ class DeepSpeedOptions:
     tokens: str = "input_ids"
     batch_dim: bool = True
 
+    def __post_init__(self) -> None:
+        # JSON says `"false"` where false was meant, and a word would count as true.
+        for name in ("coalesce", "measure", "shuffle", "batch_dim"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"{SECTION}.{name} is {getattr(self, name)!r} in the DeepSpeed config; use "
+                    "true or false"
+                )
+
     def engine_arguments(self) -> dict[str, Any]:
         """Keyword arguments of `mdcp.initialize`."""
         own = (*_LOADER_FIELDS, "coalesce")
@@ -91,6 +100,8 @@ def split_config(config: str | Path | dict[str, Any], ranks: int) -> SplitConfig
     """Split a config for `ranks` data ranks; refuses what a plan cannot be run with."""
     stock = read_config(config)
     section = stock.pop(SECTION, {})
+    if not isinstance(section, dict):
+        raise ConfigError(f"section {SECTION!r} of the DeepSpeed config is no JSON object")
     known = {f.name for f in fields(DeepSpeedOptions)}
     unknown = sorted(set(section) - known)
     if unknown:
@@ -170,7 +181,8 @@ def _refuse(stock: dict[str, Any]) -> None:
             f"sequence_parallel_size {stock['sequence_parallel_size']} (the plan shares sequences, "
             "sample by sample)"
         )
-    if stock.get("compile", {}).get("deepcompile"):
+    compiled = stock.get("compile")
+    if isinstance(compiled, dict) and compiled.get("deepcompile"):
         wrong.append("compile.deepcompile (it fixes the order of gathers for one shape)")
     if wrong:
         raise AdapterError(
