@@ -69,6 +69,17 @@ def write_plan(run: Path, plan: StepPlan, *, keep: int | None = None) -> Path:
     return path
 
 
+def clear_run(run: Path, *, ranks: int) -> None:
+    """Remove what an earlier run left and one on so many ranks does not write over: summary, plans,
+    and events of further ranks. A report would take them for this run's."""
+    (run / "summary.json").unlink(missing_ok=True)
+    for file in (run / "plans").glob("*.json"):
+        file.unlink()
+    for file in run.glob("events-rank*.jsonl"):
+        if int(file.stem.removeprefix("events-rank")) >= ranks:
+            file.unlink()
+
+
 def read_run(path: str | Path) -> Run:
     """Read a run directory. Raises ConfigError (no run there), PlanError (a damaged plan)."""
     folder = Path(path)

@@ -18,7 +18,7 @@ from megatron_dcp.cost import dumps as dump_profile
 from megatron_dcp.dist import DataWorld, gather_bytes
 from megatron_dcp.errors import MdcpError
 from megatron_dcp.observe.events import EventWriter
-from megatron_dcp.observe.run_dir import write_plan
+from megatron_dcp.observe.run_dir import clear_run, write_plan
 from megatron_dcp.observe.shares import step_shares
 from megatron_dcp.observe.summary import RunSummary, StepRecord
 from megatron_dcp.observe.timeline import draw_step
@@ -56,6 +56,7 @@ def interleave(
     the others go on."""
     writer = EventWriter(out, world.rank)
     if world.rank == 0:
+        clear_run(out, ranks=world.size)
         (out / "cost.json").write_text(dump_profile(profile))
     summary = RunSummary(what=what, config=config)
     drawn: dict[str, tuple[StepPlan, list[dict[str, Any]]]] = {}

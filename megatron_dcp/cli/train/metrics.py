@@ -14,7 +14,7 @@ from typing import Any
 from megatron_dcp.cli.train.options import TrainOptions
 from megatron_dcp.dist import gather_bytes
 from megatron_dcp.observe.events import EventWriter
-from megatron_dcp.observe.run_dir import write_plan
+from megatron_dcp.observe.run_dir import clear_run, write_plan
 from megatron_dcp.observe.shares import step_shares
 from megatron_dcp.observe.sinks import Sink, open_sinks, step_metrics
 from megatron_dcp.observe.summary import RunSummary, StepRecord
@@ -36,6 +36,7 @@ class RunMetrics:
         self._summary = RunSummary(what=f"{engine.world.size} ranks", config=config)
         self._sinks: list[Sink] = []
         if engine.world.rank == 0:
+            clear_run(options.out, ranks=engine.world.size)
             self._sinks = open_sinks(
                 options.metric_sinks, options.out, config, every=options.metrics_every
             )

@@ -24,7 +24,7 @@ from megatron_dcp.cost import CostModel, CostProfile, Link
 from megatron_dcp.data.stdlib import TextCorpus
 from megatron_dcp.dist import DataWorld, PlacementContext, gather_bytes, use_placement
 from megatron_dcp.errors import MdcpError
-from megatron_dcp.observe.run_dir import write_plan
+from megatron_dcp.observe.run_dir import clear_run, write_plan
 from megatron_dcp.observe.summary import RunSummary, StepRecord
 from megatron_dcp.observe.timeline import draw_step
 from megatron_dcp.plan import StepPlan, Topology, Workload
@@ -87,6 +87,8 @@ def virtual_run(
     title: in front of the table's heading. draw: whose first step is drawn; None: everybody's.
     """
     world = DataWorld()
+    if world.rank == 0:
+        clear_run(out, ranks=0)
     profile = replace(profile, name=f"{profile.name}-virtual{cluster.ranks}")
     summary = RunSummary(
         what=f"{title}{cluster.ranks} virtual ranks, {cluster.ranks_per_node} per node: "

@@ -14,7 +14,13 @@ from megatron_dcp.errors import ConfigError
 from megatron_dcp.observe.events import step_window
 from megatron_dcp.observe.lanes import measured_bars
 from megatron_dcp.observe.report import error_quantiles
-from megatron_dcp.observe.run_dir import idle_by_rank, placement_times, planning_us, read_run
+from megatron_dcp.observe.run_dir import (
+    clear_run,
+    idle_by_rank,
+    placement_times,
+    planning_us,
+    read_run,
+)
 from megatron_dcp.observe.trace import trace_events
 from megatron_dcp.plan.groups import nccl_bytes
 
@@ -148,6 +154,20 @@ def test_a_run_without_events_still_shows_its_plans(run_dir):
     assert "<h2>Steps, as planned</h2>" in page
     assert "nothing measured per rank" in page
     assert not (run_dir / "report" / "trace.json.gz").exists()
+
+
+def test_a_second_run_in_the_folder_leaves_nothing_of_the_first(run_dir):
+    """Of four ranks; on two, their events alone are written over."""
+    (run_dir / "notes.txt").write_text("mine")
+    clear_run(run_dir, ranks=2)
+    assert [p.name for p in sorted(run_dir.glob("events-*"))] == [
+        "events-rank0.jsonl", "events-rank1.jsonl"
+    ]  # fmt: skip
+    assert not list((run_dir / "plans").iterdir())
+    assert (run_dir / "notes.txt").exists()
+    with pytest.raises(ConfigError, match="no summary"):
+        read_run(run_dir)
+    clear_run(run_dir / "new", ranks=1)  # nothing there
 
 
 def test_wrong_directories_are_refused(tmp_path, run_dir, capsys):
