@@ -1,16 +1,21 @@
 """The C++ planner alone: fuzz, sanitizers, and the instruction count of one large plan.
 
-Everything here is compiled by tests/cpp/Makefile with g++ only.
+Everything here is compiled by tests/cpp/Makefile with g++ only. The programs are kept in the
+build cache (csrc/build_cuda.py) under a hash of what they are made of.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from tests.unit.ops_cuda.shim_driver import load_build_module
 
 ROOT = Path(__file__).parents[3]
 LENGTHS = ROOT / "tests" / "data" / "lengths"
@@ -21,9 +26,33 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
 
 
+PROGRAMS = ("planner_fuzz", "planner_driver")
+
+
+def version_of_everything() -> str:
+    """Hash of the compiler and of every file that the Makefile reads."""
+    assert COMPILER is not None
+    told = subprocess.run([COMPILER, "--version"], capture_output=True, check=True).stdout
+    digest = hashlib.sha256(told + os.environ.get("CXX", "").encode())
+    cpp, planner = ROOT / "tests" / "cpp", ROOT / "csrc" / "planner"
+    for path in sorted([*cpp.iterdir(), *planner.glob("*.cc"), *planner.glob("*.h")]):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
 def build(folder: Path, mode: str) -> Path:
-    command = ["make", "-s", "-j2", "-C", str(ROOT / "tests" / "cpp"), f"BUILD={folder}"]
-    subprocess.run([*command, f"MODE={mode}"], check=True, timeout=280)
+    cache, version = load_build_module().cache_folder(), version_of_everything()
+    kept = {name: cache / f"{name}-{mode}-{version}" for name in PROGRAMS}
+    if not all(path.is_file() for path in kept.values()):
+        command = ["make", "-s", "-j2", "-C", str(ROOT / "tests" / "cpp"), f"BUILD={folder}"]
+        subprocess.run([*command, f"MODE={mode}"], check=True, timeout=280)
+        for name, path in kept.items():
+            partial = path.with_suffix(f".{os.getpid()}.part")
+            shutil.copy2(folder / name, partial)
+            partial.rename(path)
+    for name, path in kept.items():
+        path.touch()  # in use
+        shutil.copy2(path, folder / name)
     return folder
 
 
