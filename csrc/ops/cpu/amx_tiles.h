@@ -4,40 +4,15 @@
 // rows are overwritten.
 #pragma once
 
-#include "mac_bf16.h"
 #include "tiles.h"
 
 namespace mdcp {
 
-// The instructions by hand: gcc's intrinsics let plain stores pass tile loads.
-struct Amx {
-  struct alignas(64) Config {
-    uint8_t palette = 0, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  };
-
-  static void configure(const Config& c) { asm volatile("ldtilecfg %0" ::"m"(c) : "memory"); }
-  static void read_configuration(Config& c) { asm volatile("sttilecfg %0" : "=m"(c)::"memory"); }
-  template <int kTile>
-  static void zero() {
-    asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
-  }
-  template <int kTile>  // `stride` in floats, from row to row
-  static void load(const float* p, int64_t stride) {
-    asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride * 4), "i"(kTile) : "memory");
-  }
-  template <int kTile>
-  static void store(float* p, int64_t stride) {
-    asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride * 4), "i"(kTile) : "memory");
-  }
-  template <int kC, int kA, int kB>
-  static void mac() {
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kC), "i"(kA), "i"(kB));
-  }
-};
-
-struct AmxTiles : Tiles<Avx512, MacBf16> {
+// Amx: the instructions (amx.h), on eight tiles of the thread.
+template <class S, class M, class Amx>
+struct AmxTiles : Tiles<S, M> {
+  using Tiles<S, M>::W;
+  using Tiles<S, M>::kPanel;
   static constexpr int64_t kStrip = 32;
   static constexpr int64_t kTaskRows = 512;
   static constexpr int64_t kTaskKeys = 512;
@@ -49,7 +24,7 @@ struct AmxTiles : Tiles<Avx512, MacBf16> {
   class Session {
    public:
     Session() {
-      Amx::Config own;
+      typename Amx::Config own;
       own.palette = 1;
       for (int t = 0; t < 8; ++t) {
         own.row_bytes[t] = 64;
@@ -63,7 +38,7 @@ struct AmxTiles : Tiles<Avx512, MacBf16> {
     Session& operator=(const Session&) = delete;
 
    private:
-    Amx::Config before_;
+    typename Amx::Config before_;
   };
 
   // R x N tiles of C: sums in tiles 0..3, A in 4 and 5, B in 6 and 7.
@@ -71,30 +46,30 @@ struct AmxTiles : Tiles<Avx512, MacBf16> {
   static void block(int64_t steps, const float* a, int64_t lda, const float* b, float* c,
                     int64_t ldc) {
     if constexpr (kAdd) {
-      Amx::load<0>(c, ldc);
-      if constexpr (N > 1) Amx::load<1>(c + 16, ldc);
-      if constexpr (R > 1) Amx::load<2>(c + 16 * ldc, ldc);
-      if constexpr (R > 1 && N > 1) Amx::load<3>(c + 16 * ldc + 16, ldc);
+      Amx::template load<0>(c, ldc);
+      if constexpr (N > 1) Amx::template load<1>(c + 16, ldc);
+      if constexpr (R > 1) Amx::template load<2>(c + 16 * ldc, ldc);
+      if constexpr (R > 1 && N > 1) Amx::template load<3>(c + 16 * ldc + 16, ldc);
     } else {
-      Amx::zero<0>();
-      if constexpr (N > 1) Amx::zero<1>();
-      if constexpr (R > 1) Amx::zero<2>();
-      if constexpr (R > 1 && N > 1) Amx::zero<3>();
+      Amx::template zero<0>();
+      if constexpr (N > 1) Amx::template zero<1>();
+      if constexpr (R > 1) Amx::template zero<2>();
+      if constexpr (R > 1 && N > 1) Amx::template zero<3>();
     }
     for (int64_t k = 0; k < steps; ++k, a += 16, b += 16 * kPanel) {
-      Amx::load<6>(b, kPanel);
-      Amx::load<4>(a, lda);
-      Amx::mac<0, 4, 6>();
-      if constexpr (R > 1) Amx::load<5>(a + 16 * lda, lda);
-      if constexpr (R > 1) Amx::mac<2, 5, 6>();
-      if constexpr (N > 1) Amx::load<7>(b + 16, kPanel);
-      if constexpr (N > 1) Amx::mac<1, 4, 7>();
-      if constexpr (R > 1 && N > 1) Amx::mac<3, 5, 7>();
+      Amx::template load<6>(b, kPanel);
+      Amx::template load<4>(a, lda);
+      Amx::template mac<0, 4, 6>();
+      if constexpr (R > 1) Amx::template load<5>(a + 16 * lda, lda);
+      if constexpr (R > 1) Amx::template mac<2, 5, 6>();
+      if constexpr (N > 1) Amx::template load<7>(b + 16, kPanel);
+      if constexpr (N > 1) Amx::template mac<1, 4, 7>();
+      if constexpr (R > 1 && N > 1) Amx::template mac<3, 5, 7>();
     }
-    Amx::store<0>(c, ldc);
-    if constexpr (N > 1) Amx::store<1>(c + 16, ldc);
-    if constexpr (R > 1) Amx::store<2>(c + 16 * ldc, ldc);
-    if constexpr (R > 1 && N > 1) Amx::store<3>(c + 16 * ldc + 16, ldc);
+    Amx::template store<0>(c, ldc);
+    if constexpr (N > 1) Amx::template store<1>(c + 16, ldc);
+    if constexpr (R > 1) Amx::template store<2>(c + 16 * ldc, ldc);
+    if constexpr (R > 1 && N > 1) Amx::template store<3>(c + 16 * ldc + 16, ldc);
   }
 
   template <int N, bool kAdd>

@@ -95,8 +95,9 @@ bool limit_path(const std::string& name) {
 void attention_forward(const ForwardArgs& args, const SegmentList& list, const Parallel& parallel) {
   const Path* path = choose(args.q.dtype);
   if (!path) return scalar_forward(args, list, parallel);
-  path->forward(args, list, parallel,
-                forward_tasks(list, args.shape, path->forward_rows(args.shape)));
+  const int64_t rows = forward_rows(list, args.shape, path->least_rows(args.shape),
+                                    path->most_rows(args.shape), parallel.threads);
+  path->forward(args, list, parallel, forward_tasks(list, args.shape, rows));
 }
 
 void attention_backward(const BackwardArgs& args, const SegmentList& list,
@@ -104,7 +105,8 @@ void attention_backward(const BackwardArgs& args, const SegmentList& list,
   const Path* path = choose(args.q.dtype);
   if (!path) return scalar_backward(args, list, parallel);
   const BackwardPlan plan =
-      backward_plan(list, args.shape, path->backward_rows, path->backward_keys(args.shape));
+      backward_plan(list, args.shape, path->backward_rows, path->least_keys(args.shape),
+                    path->most_keys(args.shape));
   std::unique_ptr<float[]> partial;
   if (args.dq.dtype != DType::kFloat32) {
     partial.reset(new float[plan.partial_rows * args.shape.heads * args.shape.dim]);

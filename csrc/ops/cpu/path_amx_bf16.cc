@@ -22,17 +22,25 @@
 
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16")
+#include "amx.h"
 #include "amx_tiles.h"
+#include "mac_bf16.h"
 #include "vector_backward.h"
 #include "vector_forward.h"
 
 namespace mdcp {
 namespace {
 
-using T = AmxTiles;
+using T = AmxTiles<Avx512, MacBf16, Amx>;
 
-const Path kPath{"amx_bf16",      &Forward<T>::piece_rows, &Backward<T>::piece_keys,
-                 Backward<T>::kQ, &vector_forward<T>,      &vector_backward<T>};
+const Path kPath{"amx_bf16",
+                 &Forward<T>::least_rows,
+                 &Forward<T>::most_rows,
+                 &Backward<T>::least_keys,
+                 &Backward<T>::most_keys,
+                 Backward<T>::kQ,
+                 &vector_forward<T>,
+                 &vector_backward<T>};
 
 }  // namespace
 #pragma GCC pop_options

@@ -30,8 +30,14 @@ namespace {
 
 using T = Avx2Tiles;
 
-const Path kPath{"avx2",          &Forward<T>::piece_rows, &Backward<T>::piece_keys,
-                 Backward<T>::kQ, &vector_forward<T>,      &vector_backward<T>};
+const Path kPath{"avx2",
+                 &Forward<T>::least_rows,
+                 &Forward<T>::most_rows,
+                 &Backward<T>::least_keys,
+                 &Backward<T>::most_keys,
+                 Backward<T>::kQ,
+                 &vector_forward<T>,
+                 &vector_backward<T>};
 
 }  // namespace
 #pragma GCC pop_options

@@ -30,8 +30,10 @@ namespace {
 
 using T = Tiles<Avx512, MacBf16>;
 
-const Path kPath{"avx512_bf16",   &Forward<T>::piece_rows, &Backward<T>::piece_keys,
-                 Backward<T>::kQ, &vector_forward<T>,      &vector_backward<T>};
+const Path kPath{"avx512_bf16",           &Forward<T>::least_rows,
+                 &Forward<T>::most_rows,  &Backward<T>::least_keys,
+                 &Backward<T>::most_keys, Backward<T>::kQ,
+                 &vector_forward<T>,      &vector_backward<T>};
 
 }  // namespace
 #pragma GCC pop_options

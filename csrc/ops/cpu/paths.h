@@ -9,9 +9,11 @@ namespace mdcp {
 
 struct Path {
   const char* name;
-  int64_t (*forward_rows)(const Shape&);   // q rows of a forward task
-  int64_t (*backward_keys)(const Shape&);  // keys of a backward task
-  int64_t backward_rows;                   // q rows of a backward step
+  int64_t (*least_rows)(const Shape&);  // q rows of a forward task: at least,
+  int64_t (*most_rows)(const Shape&);   // and at most
+  int64_t (*least_keys)(const Shape&);  // keys of a backward task, likewise
+  int64_t (*most_keys)(const Shape&);
+  int64_t backward_rows;  // q rows of a backward step
   void (*forward)(const ForwardArgs&, const SegmentList&, const Parallel&,
                   const std::vector<Task>&);
   void (*backward)(const BackwardArgs&, const SegmentList&, const Parallel&, const BackwardPlan&,

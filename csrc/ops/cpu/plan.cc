@@ -5,14 +5,19 @@
 #include <new>
 
 namespace mdcp {
+namespace {
+
+void cut_run(std::vector<Piece>& pieces, const Run& run, int64_t rows) {
+  for (int64_t r = 0; r < run.len; r += rows) {
+    pieces.push_back({run.start + r, std::min(rows, run.len - r), run.first_ref, run.last_ref});
+  }
+}
+
+}  // namespace
 
 std::vector<Piece> cut_axis(const Axis& axis, int64_t rows) {
   std::vector<Piece> pieces;
-  for (const Run& run : axis.runs) {
-    for (int64_t r = 0; r < run.len; r += rows) {
-      pieces.push_back({run.start + r, std::min(rows, run.len - r), run.first_ref, run.last_ref});
-    }
-  }
+  for (const Run& run : axis.runs) cut_run(pieces, run, rows);
   return pieces;
 }
 
@@ -30,19 +35,43 @@ void deal_heads(std::vector<Task>& tasks, const Piece& piece, int64_t index, int
   }
 }
 
+// Pairs of the piece's rows and the keys that any of them sees.
+int64_t forward_pairs(const SegmentList& list, const Piece& piece) {
+  int64_t keys = 0;
+  for (int32_t ref = piece.first_ref; ref < piece.last_ref; ++ref) {
+    const Segment& g = list.segments[list.q.refs[ref]];
+    const int64_t i = piece.start - g.q_start;
+    keys += std::max<int64_t>(0, g.last_key(i + piece.len - 1) - g.first_key(i));
+  }
+  return keys * piece.len;
+}
+
 }  // namespace
+
+int64_t forward_rows(const SegmentList& list, const Shape& shape, int64_t least, int64_t most,
+                     int64_t threads) {
+  constexpr int64_t kTasksPerThread = 8;
+  int64_t longest = 0;
+  for (const Run& run : list.q.runs) longest = std::max(longest, run.len);
+  int64_t rows = least;
+  while (rows < longest && 2 * rows <= most) {
+    int64_t heaviest = 0, total = 0;
+    for (const Piece& piece : cut_axis(list.q, 2 * rows)) {
+      const int64_t pairs = forward_pairs(list, piece);
+      heaviest = std::max(heaviest, pairs);
+      total += pairs;
+    }
+    if (heaviest * kTasksPerThread * threads > total * shape.kv_heads) break;
+    rows *= 2;
+  }
+  return rows;
+}
 
 std::vector<Task> forward_tasks(const SegmentList& list, const Shape& shape, int64_t rows) {
   const std::vector<Piece> pieces = cut_axis(list.q, rows);
   std::vector<std::pair<int64_t, int64_t>> order(pieces.size());
   for (size_t p = 0; p < pieces.size(); ++p) {
-    int64_t keys = 0;
-    for (int32_t ref = pieces[p].first_ref; ref < pieces[p].last_ref; ++ref) {
-      const Segment& g = list.segments[list.q.refs[ref]];
-      const int64_t i = pieces[p].start - g.q_start;
-      keys += std::max<int64_t>(0, g.last_key(i + pieces[p].len - 1) - g.first_key(i));
-    }
-    order[p] = {-keys * pieces[p].len, static_cast<int64_t>(p)};
+    order[p] = {-forward_pairs(list, pieces[p]), static_cast<int64_t>(p)};
   }
   std::sort(order.begin(), order.end());
   std::vector<Task> tasks;
@@ -51,10 +80,15 @@ std::vector<Task> forward_tasks(const SegmentList& list, const Shape& shape, int
 }
 
 BackwardPlan backward_plan(const SegmentList& list, const Shape& shape, int64_t q_rows,
-                           int64_t k_rows) {
+                           int64_t least_keys, int64_t most_keys) {
+  constexpr int64_t kTasksPerRun = 16;
   BackwardPlan plan;
   plan.q_pieces = cut_axis(list.q, q_rows);
-  plan.k_pieces = cut_axis(list.k, k_rows);
+  for (const Run& run : list.k.runs) {
+    int64_t keys = least_keys;
+    while (2 * keys <= most_keys && run.len * shape.kv_heads >= 2 * keys * kTasksPerRun) keys *= 2;
+    cut_run(plan.k_pieces, run, keys);
+  }
   plan.visits.assign(plan.q_pieces.size(), 0);
   for (const Piece& piece : plan.k_pieces) {
     plan.first_visit.push_back(static_cast<int64_t>(plan.turns.size()));

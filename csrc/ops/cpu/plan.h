@@ -1,5 +1,6 @@
-// How a call is cut into tasks. The cuts depend on the segment list alone, never on the number of
-// threads, and inside a sample never on what else is packed: so do the bits of the results.
+// How a call is cut into tasks. Where a cut could change the bits of a result it depends on the
+// segment list alone, never on the number of threads, and inside a sample never on what else is
+// packed.
 #pragma once
 
 #include <atomic>
@@ -24,10 +25,19 @@ struct Task {
   int64_t first_head, last_head;
 };
 
+// The q rows of a forward task, from `least` to `most`. Each task packs the keys that it sees for
+// itself, so the longer its piece the better, as long as each of `threads` still has several tasks
+// no smaller than the heaviest. This alone depends on the number of threads: a row of the result
+// is the same in whatever piece it lies.
+int64_t forward_rows(const SegmentList& list, const Shape& shape, int64_t least, int64_t most,
+                     int64_t threads);
+
 // Tasks over pieces of at most `rows` q rows, the heaviest first.
 std::vector<Task> forward_tasks(const SegmentList& list, const Shape& shape, int64_t rows);
 
-// The backward runs one task per (piece of k, KV head). Several tasks add to the same piece of dq;
+// The backward runs one task per (piece of k, KV head). Each task reads the q rows that see its
+// keys for itself, so a run is cut into pieces of up to `most_keys`, but never fewer tasks than
+// kTasksPerRun for that (then pieces have `least_keys`). Several tasks add to the same piece of dq;
 // they take turns in task order. Tasks are drawn in order, so a waiting task only ever waits for
 // tasks that have started.
 struct BackwardPlan {
@@ -43,7 +53,7 @@ struct BackwardPlan {
 };
 
 BackwardPlan backward_plan(const SegmentList& list, const Shape& shape, int64_t q_rows,
-                           int64_t k_rows);
+                           int64_t least_keys, int64_t most_keys);
 
 // Calls visit(q piece) for each q piece of `g` that sees keys [j0, j1) of it, in order.
 template <class F>

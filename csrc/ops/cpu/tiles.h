@@ -6,7 +6,8 @@
 // C[m][n] (+)= sum_k A[m][k] * B[k][n]. A is row-major units. B is in panels of kPanel columns:
 // unit (k, n) lies at panel(n / kPanel) + k * kPanel + n % kPanel (or k * kStride where a product
 // says so). C is row-major float. The sum of each element runs over k in order whatever the tile
-// shape, so rows do not influence each other.
+// shape, so rows do not influence each other. What is added to C is summed up first: over many
+// products the rounding errors then grow with their number, not with that of the terms.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +37,8 @@ struct Tiles {
   static constexpr int W = S::W;
   static constexpr int64_t kStrip = 12;      // rows whose scores are alive at once
   static constexpr int64_t kChunk = 256;     // keys packed at once in the forward
-  static constexpr int64_t kTaskRows = 256;  // q rows of a forward task, over its heads
-  static constexpr int64_t kTaskKeys = 256;  // keys of a backward task, at most
+  static constexpr int64_t kTaskRows = 256;  // q rows of a forward task, over its heads, at least
+  static constexpr int64_t kTaskKeys = 256;  // keys of a backward task, at least
   static constexpr int64_t kRowStep = 1;     // products may write rows up to a multiple of this
   static constexpr int64_t kColumnStep = 1;  // vectors that a summed dimension is a multiple of
   struct Session {                           // what a thread holds while it multiplies
@@ -56,7 +57,7 @@ struct Tiles {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) acc[r][n] = kAdd ? S::load(c + r * ldc + n * W) : S::zero();
+      for (int n = 0; n < N; ++n) acc[r][n] = S::zero();
     }
     for (int64_t k = 0; k < depth; ++k) {
       V x[N];
@@ -72,7 +73,10 @@ struct Tiles {
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) S::store(c + r * ldc + n * W, acc[r][n]);
+      for (int n = 0; n < N; ++n) {
+        float* at = c + r * ldc + n * W;
+        S::store(at, kAdd ? S::add(S::load(at), acc[r][n]) : acc[r][n]);
+      }
     }
   }
 

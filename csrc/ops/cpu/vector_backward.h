@@ -11,6 +11,36 @@
 
 namespace mdcp {
 
+inline float* delta_at(const BackwardArgs& a, int64_t row, int64_t head) {
+  return static_cast<float*>(a.delta.data) + head * a.delta.head_stride + row * a.delta.row_stride;
+}
+
+// rowsum(dout * out) - dlse. `spare` holds 2 * round_up(dim, W) floats. Inlined: a call for each
+// row is felt on short sequences.
+template <class T>
+[[gnu::always_inline]] inline float row_delta(const BackwardArgs& a, int64_t row, int64_t head,
+                                              float* spare) {
+  using S = typename T::S;
+  constexpr int W = S::W;
+  const int64_t dim = a.shape.dim, wide = round_up(dim, W);
+  const void *x = a.out.at(row, head), *y = a.dout.at(row, head);
+  typename S::V total = S::zero();
+  int64_t d = 0;
+  for (; d + W <= dim; d += W) {
+    total = S::fma(T::load_vector(a.out.dtype, x, d), T::load_vector(a.dout.dtype, y, d), total);
+  }
+  if (d < dim) {
+    S::store(spare + wide - W, S::zero());
+    S::store(spare + 2 * wide - W, S::zero());
+    T::load_floats(spare, a.out, row, head, dim);
+    T::load_floats(spare + wide, a.dout, row, head, dim);
+    total = S::fma(S::load(spare + d), S::load(spare + wide + d), total);
+  }
+  const float* dlse = static_cast<const float*>(a.dlse.data);
+  const float own = dlse ? dlse[head * a.dlse.head_stride + row * a.dlse.row_stride] : 0.0f;
+  return S::sum(total) - own;
+}
+
 template <class T>
 struct Backward {
   using S = typename T::S;
@@ -36,12 +66,16 @@ struct Backward {
   float *q_t, *dout_t, *q_n, *dout_n, *lse, *lse_low, *delta;
   float *s, *dp, *p_a, *ds_a, *ds_b, *dq_t, *spare, *keep;
 
-  static int64_t piece_keys(const Shape& shape) {
+  static int64_t least_keys(const Shape& shape) {
     return shape.dim <= 64 ? T::kTaskKeys : T::kTaskKeys / 2;
+  }
+  // With that many keys each of their five copies takes 256 KiB of float32.
+  static int64_t most_keys(const Shape& shape) {
+    return std::max(least_keys(shape), (int64_t{1} << 16) / shape.dim);
   }
 
   Backward(const BackwardArgs& args, const SegmentList& segments, const BackwardPlan& backward,
-           float* sums)
+           float* sums, int64_t piece_keys)
       : a(args),
         list(segments),
         plan(backward),
@@ -52,7 +86,7 @@ struct Backward {
         depth(round_up(du, W)),
         wide(round_up(dim, W)),
         panels(round_up(dim, T::kPanel) / T::kPanel),
-        max_keys(piece_keys(args.shape)),
+        max_keys(round_up(piece_keys, 64)),
         past_q(T::past_caches(args.dq, args.shape.total_q, args.shape.heads, args.shape.dim)),
         past_k(T::past_caches(args.dk, args.shape.total_k, args.shape.kv_heads, args.shape.dim)) {
     float* at = nullptr;
@@ -64,7 +98,7 @@ struct Backward {
       };
       take(k_rows, max_keys * depth);
       take(v_rows, max_keys * depth);
-      take(k_columns, wide * round_up(T::units(max_keys), W));
+      take(k_columns, wide * column_stride());
       take(dk, max_keys * wide);
       take(dv, max_keys * wide);
       take(q_t, depth * kQ);
@@ -127,11 +161,12 @@ struct Backward {
     }
   }
 
-  int64_t column_stride() const { return round_up(T::units(max_keys), W); }
+  // A line more than the keys: rows a power of two apart would share a few sets of the cache.
+  int64_t column_stride() const { return round_up(T::units(max_keys), W) + 64 / sizeof(float); }
 
   void visit(const Piece& keys, const Segment& g, int64_t q_index, int64_t head, uint32_t turn) {
     const Piece& rows = plan.q_pieces[q_index];
-    load_rows(rows, head);
+    load_rows(rows, q_index, head);
     const int64_t i0 = rows.start - g.q_start, j0 = keys.start - g.k_start;
     int64_t begin[kPanels], end[kPanels];  // keys in strips that a panel of rows sees; adjacent
     for (int64_t p = 0; p < kPanels; ++p) begin[p] = keys.len, end[p] = 0;
@@ -172,44 +207,23 @@ struct Backward {
     }
   }
 
-  void load_rows(const Piece& rows, int64_t head) {
+  void load_rows(const Piece& rows, int64_t q_index, int64_t head) {
     const int64_t panel = round_up(kQUnits, W) * T::kPanel;
     T::pack_transposed(q_t, depth, a.q, rows.start, head, rows.len, dim, spare);
     T::pack_transposed(dout_t, depth, a.dout, rows.start, head, rows.len, dim, spare);
     T::pack_natural(q_n, panel, a.q, rows.start, head, rows.len, dim, spare);
     T::pack_natural(dout_n, panel, a.dout, rows.start, head, rows.len, dim, spare);
     const float* l = static_cast<const float*>(a.lse.data) + head * a.lse.head_stride;
+    const bool known = plan.visits[q_index] > 1;  // by all_deltas
     for (int64_t r = 0; r < kQ; ++r) {
       const float x = r < rows.len ? l[(rows.start + r) * a.lse.row_stride] : -kInfinity;
       const double base2 = double{x} / kLn2;
       lse[r] = x == -kInfinity ? kInfinity : static_cast<float>(base2);  // a dead row weighs 0
       lse_low[r] = x == -kInfinity ? 0.0f : static_cast<float>(base2 - lse[r]);
-      delta[r] = x == -kInfinity ? 0.0f : delta_of(rows.start + r, head);
+      delta[r] = x == -kInfinity ? 0.0f
+                 : known         ? *delta_at(a, rows.start + r, head)
+                                 : row_delta<T>(a, rows.start + r, head, spare);
     }
-  }
-
-  // rowsum(dout * out) - dlse. Taken anew by every task that sees the row: little beside the
-  // products, and a pass of its own would read dout and out from memory once more.
-  float delta_of(int64_t row, int64_t head) {
-    const void *x = a.out.at(row, head), *y = a.dout.at(row, head);
-    V total = S::zero();
-    int64_t d = 0;
-    for (; d + W <= dim; d += W) {
-      total = S::fma(T::load_vector(a.out.dtype, x, d), T::load_vector(a.dout.dtype, y, d), total);
-    }
-    if (d < dim) {
-      T::load_floats(zeroed(spare), a.out, row, head, dim);
-      T::load_floats(zeroed(spare + wide), a.dout, row, head, dim);
-      total = S::fma(S::load(spare + d), S::load(spare + wide + d), total);
-    }
-    const float* dlse = static_cast<const float*>(a.dlse.data);
-    const float own = dlse ? dlse[head * a.dlse.head_stride + row * a.dlse.row_stride] : 0.0f;
-    return S::sum(total) - own;
-  }
-
-  float* zeroed(float* line) const {  // its last vector
-    S::store(line + wide - W, S::zero());
-    return line;
   }
 
   // Keys [k, k + n) of the piece against q columns [first, last) in vectors.
@@ -390,12 +404,30 @@ void zero_unseen(const BackwardArgs& a, const BackwardPlan& plan, const Parallel
   });
 }
 
+// Deltas of the q pieces that several tasks visit. Where one does, it takes them on its way: a pass
+// of its own reads dout and out from memory once more.
+template <class T>
+void all_deltas(const BackwardArgs& a, const BackwardPlan& plan, const Parallel& parallel) {
+  parallel(static_cast<int64_t>(plan.q_pieces.size()), [&](int64_t i) {
+    if (plan.visits[i] < 2) return;
+    const Piece& piece = plan.q_pieces[i];
+    float* spare = scratch_floats(2 * round_up(a.shape.dim, T::W));
+    for (int64_t row = piece.start; row < piece.start + piece.len; ++row) {
+      for (int64_t h = 0; h < a.shape.heads; ++h)
+        *delta_at(a, row, h) = row_delta<T>(a, row, h, spare);
+    }
+  });
+}
+
 template <class T>
 void vector_backward(const BackwardArgs& a, const SegmentList& list, const Parallel& parallel,
                      const BackwardPlan& plan, float* partial) {
   if (!a.accumulate) zero_unseen<T>(a, plan, parallel);
-  parallel(static_cast<int64_t>(plan.tasks.size()),
-           [&](int64_t i) { Backward<T>(a, list, plan, partial).run(plan.tasks[i]); });
+  all_deltas<T>(a, plan, parallel);
+  parallel(static_cast<int64_t>(plan.tasks.size()), [&](int64_t i) {
+    const Task& task = plan.tasks[i];
+    Backward<T>(a, list, plan, partial, task.piece.len).run(task);
+  });
 }
 
 }  // namespace mdcp

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "dropout.h"
+#include "exp2_series.h"
 #include "plan.h"
 #include "tiles.h"
 
@@ -53,11 +54,15 @@ struct Forward {
   const bool past;  // out is written around the caches
   float *q, *keys, *values, *acc, *top, *sum, *scores, *probs, *spare, *keep;
 
-  static int64_t piece_rows(const Shape& s) {
+  static int64_t least_rows(const Shape& s) {
     return std::max<int64_t>(kStrip, T::kTaskRows / (s.heads / s.kv_heads));
   }
+  // With that many rows q and the sums of all heads take a MiB of float32.
+  static int64_t most_rows(const Shape& s) {
+    return std::max(least_rows(s), (int64_t{1} << 17) / (s.heads / s.kv_heads * s.dim));
+  }
 
-  Forward(const ForwardArgs& args, const SegmentList& segments)
+  Forward(const ForwardArgs& args, const SegmentList& segments, int64_t piece_rows)
       : a(args),
         list(segments),
         group(args.shape.heads / args.shape.kv_heads),
@@ -68,7 +73,7 @@ struct Forward {
         panels(round_up(dim, T::kPanel) / T::kPanel),
         past(!args.merge &&
              T::past_caches(args.out, args.shape.total_q, args.shape.heads, args.shape.dim)) {
-    const int64_t rows = round_up(group * lines(piece_rows(args.shape)), 16);
+    const int64_t rows = round_up(group * lines(piece_rows), 16);
     float* at = scratch_floats(rows * (depth + wide + W + 1) + kChunk * depth + kChunk * wide +
                                panels * T::kPanel * kChunk + 3 * round_up(kStrip, W) * kChunk +
                                W * std::max(depth, wide) * 2 + 1024);
@@ -294,7 +299,7 @@ template <class T>
 void vector_forward(const ForwardArgs& a, const SegmentList& list, const Parallel& parallel,
                     const std::vector<Task>& tasks) {
   parallel(static_cast<int64_t>(tasks.size()),
-           [&](int64_t i) { Forward<T>(a, list).run(tasks[i]); });
+           [&](int64_t i) { Forward<T>(a, list, tasks[i].piece.len).run(tasks[i]); });
 }
 
 }  // namespace mdcp

@@ -109,6 +109,23 @@ def test_float32_error_is_at_most_twice_that_of_torch(float_path, dim):
         assert a <= 2 * b + 1e-6, (ours, theirs)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(8, 8, 24), (8, 4, 64)])
+@pytest.mark.parametrize("name", [p for p in FLOAT_PATHS if p != "scalar"])
+def test_float32_error_on_long_sequences(name, heads, kv_heads, dim, request):
+    """Long enough for tasks of more rows, and of more keys, than the least."""
+    _C.limit_cpu_path(name)
+    request.addfinalizer(lambda: _C.limit_cpu_path("best"))
+    lengths = [2100, 30]
+    c = cu(lengths)
+    tensors = make(2130, 2130, heads, kv_heads, dim)
+    weight = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(dim))
+    want = outputs(sdpa(lengths), [t.double() for t in tensors], weight.double())
+    ours = errors(outputs(lambda *t: ops.varlen_attention(*t, c, c)[0], tensors, weight), want)
+    theirs = errors(outputs(sdpa(lengths), tensors, weight), want)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a <= 2 * b + 1e-6, (ours, theirs)
+
+
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(2, 1, 64), (1, 1, 128), (2, 2, 40)])
 def test_16_bit_error_is_at_most_twice_that_of_the_naive_version(path, dtype, heads, kv_heads, dim):
@@ -158,9 +175,16 @@ def everything(tensors, c, dtype, options):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"causal": False, "window_size": (70, 30)}], ids=str)
-def test_bits_do_not_depend_on_threads(path, threads, dtype, options):
-    c = cu([400, 3, 40])
-    tensors = make(443, 443, 3, 1, 64, dtype)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "kv_heads", "dim"),
+    [([400, 3, 40], 3, 1, 64), ([700, 40], 8, 8, 16)],  # the longer: other tasks for other threads
+    ids=["short", "long"],
+)
+def test_bits_do_not_depend_on_threads(
+    path, threads, dtype, options, lengths, heads, kv_heads, dim
+):
+    c = cu(lengths)
+    tensors = make(sum(lengths), sum(lengths), heads, kv_heads, dim, dtype)
     threads(1)
     one = everything(tensors, c, dtype, options)
     for n in (2, 3):
