@@ -1,7 +1,7 @@
-// Products of bfloat16 pairs on AMX tiles: the same layouts and the same order of sums as tiles.h.
-// A tile is 16 rows of 16 units or floats, so rows of A and C are taken in sixteens and the summed
-// units too: the buffers must reach so far, A's and B's extra units must be zero, and C's extra
-// rows are overwritten.
+// Products of bfloat16 pairs on AMX tiles: the same layouts as tiles.h; what is added to C is
+// summed up on top of it. A tile is 16 rows of 16 units or floats, so rows of A and C are taken in
+// sixteens and the summed units too: the buffers must reach so far, A's and B's extra units must be
+// zero, and C's extra rows are overwritten.
 #pragma once
 
 #include "tiles.h"

@@ -25,22 +25,14 @@
 #include "amx.h"
 #include "amx_tiles.h"
 #include "mac_bf16.h"
-#include "vector_backward.h"
-#include "vector_forward.h"
+#include "vector_path.h"
 
 namespace mdcp {
 namespace {
 
 using T = AmxTiles<Avx512, MacBf16, Amx>;
 
-const Path kPath{"amx_bf16",
-                 &Forward<T>::least_rows,
-                 &Forward<T>::most_rows,
-                 &Backward<T>::least_keys,
-                 &Backward<T>::most_keys,
-                 Backward<T>::kQ,
-                 &vector_forward<T>,
-                 &vector_backward<T>};
+constexpr Path kPath = vector_path<T>("amx_bf16");
 
 }  // namespace
 #pragma GCC pop_options

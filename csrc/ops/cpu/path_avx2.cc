@@ -22,22 +22,14 @@
 #pragma GCC push_options
 #pragma GCC target("avx2,fma,f16c")
 #include "avx2_tiles.h"
-#include "vector_backward.h"
-#include "vector_forward.h"
+#include "vector_path.h"
 
 namespace mdcp {
 namespace {
 
 using T = Avx2Tiles;
 
-const Path kPath{"avx2",
-                 &Forward<T>::least_rows,
-                 &Forward<T>::most_rows,
-                 &Backward<T>::least_keys,
-                 &Backward<T>::most_keys,
-                 Backward<T>::kQ,
-                 &vector_forward<T>,
-                 &vector_backward<T>};
+constexpr Path kPath = vector_path<T>("avx2");
 
 }  // namespace
 #pragma GCC pop_options

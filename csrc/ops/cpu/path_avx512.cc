@@ -22,22 +22,14 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #include "simd_avx512.h"
-#include "vector_backward.h"
-#include "vector_forward.h"
+#include "vector_path.h"
 
 namespace mdcp {
 namespace {
 
 using T = Tiles<Avx512, MacFloat<Avx512>>;
 
-const Path kPath{"avx512",
-                 &Forward<T>::least_rows,
-                 &Forward<T>::most_rows,
-                 &Backward<T>::least_keys,
-                 &Backward<T>::most_keys,
-                 Backward<T>::kQ,
-                 &vector_forward<T>,
-                 &vector_backward<T>};
+constexpr Path kPath = vector_path<T>("avx512");
 
 }  // namespace
 #pragma GCC pop_options

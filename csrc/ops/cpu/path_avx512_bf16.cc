@@ -22,18 +22,14 @@
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,avx512bf16")
 #include "mac_bf16.h"
-#include "vector_backward.h"
-#include "vector_forward.h"
+#include "vector_path.h"
 
 namespace mdcp {
 namespace {
 
 using T = Tiles<Avx512, MacBf16>;
 
-const Path kPath{"avx512_bf16",           &Forward<T>::least_rows,
-                 &Forward<T>::most_rows,  &Backward<T>::least_keys,
-                 &Backward<T>::most_keys, Backward<T>::kQ,
-                 &vector_forward<T>,      &vector_backward<T>};
+constexpr Path kPath = vector_path<T>("avx512_bf16");
 
 }  // namespace
 #pragma GCC pop_options
